@@ -1,0 +1,93 @@
+"""The interface between a compiled constraint and the sampler.
+
+Owns the two protocols that every backend implements and every test double too; `tests/unit/matcher_conformance.py`
+is the suite that an implementation must pass. A `Matcher` follows one sequence and has one owner, the scheduler's
+process; only `fill` may run in a thread, and never while another call on the same matcher does.
+
+Bitmask layout: int32 words, bit `i % 32` of word `i // 32` is 1 when token `i` is allowed; one row per sequence,
+shape `[rows, ceil(vocab_size / 32)]`. An all-ones row allows everything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum
+from typing import Protocol, TypeAlias, runtime_checkable
+
+import numpy as np
+import numpy.typing as npt
+
+Bitmask: TypeAlias = npt.NDArray[np.int32]
+
+
+class StopReason(Enum):
+    """Why a matcher accepts no further token."""
+
+    NOT_STOPPED = "not_stopped"
+    COMPLETE = "complete"  # the text is a full match and nothing can follow
+    EOS = "eos"  # an end-of-sequence token was accepted where the grammar allowed it
+    DEAD_END = "dead_end"  # no token of the vocabulary can follow, and the text is no full match
+    LIMIT = "limit"  # a limit of the backend was hit
+
+
+@runtime_checkable
+class Matcher(Protocol):
+    """The state of one constraint along one sequence."""
+
+    def fill(self, bitmask: Bitmask, row: int) -> None:
+        """Write the allowed next tokens into `bitmask[row]`. End-of-sequence ids are allowed when `is_complete`."""
+
+    def accept(self, token_id: int) -> bool:
+        """Advance by one token. False, and no change, when the token is not allowed."""
+
+    def validate_tokens(self, token_ids: Sequence[int]) -> int:
+        """How many of `token_ids` from here would be accepted, one after another. No change."""
+
+    def rollback(self, num_tokens: int) -> None:
+        """Take back the last `num_tokens` accepted tokens."""
+
+    def clone(self) -> Matcher:
+        """An independent matcher in the same state."""
+
+    def forced_tokens(self) -> list[int]:
+        """Tokens that must come next in the canonical tokenization; empty when there is a choice. No change."""
+
+    def is_complete(self) -> bool:
+        """Whether the accepted text is a full match (more may still follow)."""
+
+    def stop_reason(self) -> StopReason:
+        """`NOT_STOPPED` while some token other than end-of-sequence may follow."""
+
+
+@runtime_checkable
+class CompiledGrammar(Protocol):
+    """A constraint compiled for one tokenizer; immutable, shared by sequences and threads."""
+
+    def matcher(self) -> Matcher:
+        """A new matcher at the start."""
+
+
+def bitmask_words(vocab_size: int) -> int:
+    """Words in a bitmask row.
+
+    Example:
+        >>> bitmask_words(33)
+        2
+    """
+    return (vocab_size + 31) // 32
+
+
+def allocate_bitmask(rows: int, vocab_size: int) -> Bitmask:
+    """An all-ones bitmask of shape `[rows, bitmask_words(vocab_size)]`."""
+    return np.full((rows, bitmask_words(vocab_size)), -1, dtype=np.int32)
+
+
+def bitmask_to_bool(bitmask: Bitmask, vocab_size: int) -> npt.NDArray[np.bool_]:
+    """The same mask as booleans, shape `[rows, vocab_size]`.
+
+    Example:
+        >>> bitmask_to_bool(np.array([[5]], dtype=np.int32), 3).tolist()
+        [[True, False, True]]
+    """
+    bits = np.unpackbits(bitmask.view(np.uint8), axis=-1, bitorder="little")
+    return bits[:, :vocab_size].astype(np.bool_)

@@ -1,0 +1,1 @@
+"""The language: primitives, program state, the request graph and the interpreter that builds it."""

@@ -1,0 +1,589 @@
+"""The request graph: what a program asks of a runtime, as data, and the events that come back.
+
+Owns the closed union `Node`, the `Graph` that holds nodes in program order, and the closed union `Event`. Builders are
+the interpreter (fragments), the tracer (whole programs) and plain requests; executors are the engine, API backends, the
+mock. Everything is frozen and serializable as msgpack and JSON. The runtime imports this module and no other of `lang`.
+
+Invariants, held by construction (`__post_init__`) and by `validate`:
+
+* Values are resolved: a node says what will happen; no default is applied later. Numbers are finite.
+* Edges are implied: nodes of one branch run in order, a `Var` waits for the value it names, `Fork` makes its children
+  and `Join` waits for them. Nodes of different branches are independent otherwise.
+* Text is a unit until a node other than `Text` and `Role` follows on its branch; only then is it tokenized.
+* Roles are symbolic; the executor renders them with the model's own chat template.
+* `id` is unique in a program, branch 0 is the program's main state, and both keep counting over its fragments.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal, TypeAlias, get_args
+
+import msgspec
+
+from sgl.errors import ErrorInfo, InvalidParameter, InvalidProgram, SourceLocation
+from sgl.grammars.spec import Constraint
+from sgl.limits import DEFAULT_LIMITS, Limits
+
+PROTOCOL = 1
+"""Version of nodes and events; an executor refuses a graph with another number."""
+
+MAIN_BRANCH = 0
+
+
+# --- checks ---------------------------------------------------------------------------------------------------------
+
+
+def _number(name: str, value: Any, *, low: float, high: float | None = None, open_low: bool = False) -> None:
+    span = f"a finite number {'>' if open_low else '>='} {low:g}" + (f" and <= {high:g}" if high is not None else "")
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise InvalidParameter(f"{name} is {value!r}; expected {span}", param=name)
+    if value < low or (open_low and value == low) or (high is not None and value > high):
+        raise InvalidParameter(f"{name} is {value!r}; expected {span}", param=name)
+
+
+def _integer(name: str, value: Any, *, low: int, high: int | None = None) -> None:
+    span = f"an integer >= {low}" + (f" and <= {high}" if high is not None else "")
+    if isinstance(value, bool) or not isinstance(value, int) or value < low or (high is not None and value > high):
+        raise InvalidParameter(f"{name} is {value!r}; expected {span}", param=name)
+
+
+# --- what a generation is asked to do -------------------------------------------------------------------------------
+
+
+class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """How one generation samples and stops. Names and defaults are those of SGLang's sampling parameters.
+
+    Args:
+        max_new_tokens: most tokens to generate; at least 0.
+        min_new_tokens: end-of-sequence and stops are blocked until so many tokens exist.
+        temperature: 0 is greedy; otherwise logits are divided by it.
+        top_p, top_k, min_p: restrict the distribution; 1.0, -1 and 0.0 switch each off.
+        frequency_penalty, presence_penalty: in [-2, 2], over the tokens generated so far.
+        repetition_penalty: in (0, 2]; 1.0 switches it off.
+        seed: makes this generation reproducible on its own; `None` draws from the engine's seed.
+        stop: strings that end the generation; trimmed from the value unless `no_stop_trim`.
+        stop_token_ids: token ids that end the generation, besides the model's own.
+        ignore_eos: the model's end-of-sequence tokens do not end the generation.
+        return_logprob, top_logprobs_num: log-probabilities of the output tokens, and of the top k beside them.
+
+    Raises:
+        InvalidParameter: a value is not finite or out of range.
+
+    Example:
+        >>> Sampling(temperature=float("nan"))
+        Traceback (most recent call last):
+        sgl.errors.InvalidParameter: temperature is nan; expected a finite number >= 0
+        >>> sampling_from_mapping({"temprature": 0.5})
+        Traceback (most recent call last):
+        sgl.errors.InvalidParameter: unknown sampling parameter 'temprature' (did you mean 'temperature'?)
+    """
+
+    max_new_tokens: int = 128
+    min_new_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    min_p: float = 0.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    no_stop_trim: bool = False
+    return_logprob: bool = False
+    top_logprobs_num: int = 0
+
+    def __post_init__(self) -> None:
+        _number("temperature", self.temperature, low=0.0)
+        _number("top_p", self.top_p, low=0.0, high=1.0, open_low=True)
+        _number("min_p", self.min_p, low=0.0, high=1.0)
+        _number("frequency_penalty", self.frequency_penalty, low=-2.0, high=2.0)
+        _number("presence_penalty", self.presence_penalty, low=-2.0, high=2.0)
+        _number("repetition_penalty", self.repetition_penalty, low=0.0, high=2.0, open_low=True)
+        _integer("max_new_tokens", self.max_new_tokens, low=0)
+        _integer("min_new_tokens", self.min_new_tokens, low=0)
+        _integer("top_logprobs_num", self.top_logprobs_num, low=0, high=DEFAULT_LIMITS.max_logprobs)
+        _integer("top_k", self.top_k, low=-1)
+        if self.top_k == 0:
+            raise InvalidParameter("top_k is 0; expected -1 (off) or at least 1", param="top_k")
+        if self.seed is not None:
+            _integer("seed", self.seed, low=0, high=2**63 - 1)
+        if self.min_new_tokens > self.max_new_tokens:
+            raise InvalidParameter(
+                f"min_new_tokens is {self.min_new_tokens}, more than max_new_tokens {self.max_new_tokens}",
+                param="min_new_tokens",
+            )
+        if len(self.stop) > DEFAULT_LIMITS.max_stops:
+            raise InvalidParameter(
+                f"{len(self.stop)} stop strings; at most {DEFAULT_LIMITS.max_stops} are allowed", param="stop"
+            )
+        for stop in self.stop:
+            if not isinstance(stop, str) or not stop:
+                raise InvalidParameter(f"stop contains {stop!r}; expected non-empty strings", param="stop")
+            if len(stop.encode("utf-8", "surrogatepass")) > DEFAULT_LIMITS.max_stop_bytes:
+                raise InvalidParameter(
+                    f"a stop string has more than {DEFAULT_LIMITS.max_stop_bytes} bytes", param="stop"
+                )
+        for token_id in self.stop_token_ids:
+            _integer("stop_token_ids", token_id, low=0)
+
+
+def sampling_from_mapping(given: Mapping[str, Any], base: Sampling | None = None) -> Sampling:
+    """`Sampling` from a user's mapping, over `base`; `None` means "not given".
+
+    A single `stop` string or id stands for a list of one. `max_tokens` is accepted for `max_new_tokens`.
+
+    Raises:
+        InvalidParameter: an unknown name (with the nearest known one), a wrong type, or a value out of range.
+    """
+    values: dict[str, Any] = {}
+    names = Sampling.__struct_fields__
+    for key, value in given.items():
+        name = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens"}.get(key, key)
+        if name not in names:
+            near = difflib.get_close_matches(name, names, n=1)
+            raise InvalidParameter(
+                f"unknown sampling parameter {key!r}", hint=f"did you mean {near[0]!r}?" if near else "", param=key
+            )
+        if value is None:
+            continue
+        if name == "stop":
+            value = (value,) if isinstance(value, str) else tuple(value)
+        elif name == "stop_token_ids":
+            value = (value,) if isinstance(value, int) else tuple(value)
+        elif name in ("ignore_eos", "no_stop_trim", "return_logprob") and not isinstance(value, bool):
+            raise InvalidParameter(f"{key} is {value!r}; expected True or False", param=key)
+        values[name] = value
+    return msgspec.structs.replace(base, **values) if base is not None else Sampling(**values)
+
+
+class ToolSpec(msgspec.Struct, frozen=True):
+    """A tool that a generation may call: `parameters` is canonical JSON schema text."""
+
+    name: str
+    description: str
+    parameters: str
+
+
+# --- nodes ----------------------------------------------------------------------------------------------------------
+
+ChoicesMethod: TypeAlias = Literal[
+    "token_length_normalized", "greedy_token_selection", "unconditional_likelihood_normalized"
+]
+MediaKind: TypeAlias = Literal["image", "video", "audio"]
+
+
+class LiteralText(msgspec.Struct, frozen=True, tag="literal"):
+    """Text known now."""
+
+    text: str
+
+
+class Var(msgspec.Struct, frozen=True, tag="var"):
+    """The value of the generation `name` on `branch`, once it exists."""
+
+    name: str
+    branch: int = MAIN_BRANCH
+
+
+Segment: TypeAlias = LiteralText | Var
+
+
+class NodeBase(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Common fields: `id` in the program, the `branch` it extends, the program line that made it."""
+
+    id: int
+    branch: int = MAIN_BRANCH
+    location: SourceLocation | None = None
+
+
+class Text(NodeBase, frozen=True, tag="text"):
+    """Append text as written: special tokens in it are plain characters."""
+
+    segments: tuple[Segment, ...]
+
+
+class Tokens(NodeBase, frozen=True, tag="tokens"):
+    """Append token ids as they are (a prompt that was tokenized elsewhere)."""
+
+    token_ids: tuple[int, ...]
+
+
+class Role(NodeBase, frozen=True, tag="role"):
+    """Begin or end a chat turn."""
+
+    role: str
+    begin: bool
+
+
+class Media(NodeBase, frozen=True, tag="media"):
+    """Append an image, video or audio part; `digest` (SHA-256, hex) is its identity in the cache."""
+
+    kind: MediaKind
+    digest: str
+    data: bytes = b""
+    num_frames: int | None = None
+
+
+class Gen(NodeBase, frozen=True, tag="gen"):
+    """Generate until a stop; the value is stored under `name` (unnamed ones get a name of their own)."""
+
+    name: str
+    sampling: Sampling = Sampling()
+    constraint: Constraint | None = None
+    tools: tuple[ToolSpec, ...] = ()
+
+
+class Select(NodeBase, frozen=True, tag="select"):
+    """Append the best-scoring option, or one drawn from the scores when `temperature` > 0."""
+
+    name: str
+    choices: tuple[str, ...]
+    method: ChoicesMethod = "token_length_normalized"
+    temperature: float = 0.0
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        _number("temperature", self.temperature, low=0.0)
+        if not self.choices:
+            raise InvalidParameter(
+                "choices is empty; expected at least one option",
+                hint="pass the options to choose from",
+                param="choices",
+            )
+        if len(self.choices) > DEFAULT_LIMITS.max_choices:
+            raise InvalidParameter(
+                f"{len(self.choices)} choices; at most {DEFAULT_LIMITS.max_choices} are allowed", param="choices"
+            )
+        for choice in self.choices:
+            if not isinstance(choice, str) or not choice:
+                raise InvalidParameter(f"choices contains {choice!r}; expected non-empty strings", param="choices")
+        if len(set(self.choices)) != len(self.choices):
+            raise InvalidParameter("choices contains the same option twice", param="choices")
+        if self.method not in get_args(ChoicesMethod):
+            raise InvalidParameter(
+                f"choices method is {self.method!r}; expected one of {', '.join(get_args(ChoicesMethod))}",
+                param="choices_method",
+            )
+
+
+class Fork(NodeBase, frozen=True, tag="fork"):
+    """New branches that continue this one; nothing is copied and nothing computed twice."""
+
+    children: tuple[int, ...]
+
+
+class Join(NodeBase, frozen=True, tag="join"):
+    """Wait for all values of `children`. `gather` adds no text; `append` appends each child's text since the fork."""
+
+    children: tuple[int, ...]
+    mode: Literal["gather", "append"] = "gather"
+
+
+class Tool(NodeBase, frozen=True, tag="tool"):
+    """A call site: the caller runs the tool whose call `call` generated and answers in a later fragment."""
+
+    name: str
+    call: str
+
+
+class Release(NodeBase, frozen=True, tag="release"):
+    """The branch is used no more; its pages become cache."""
+
+
+class Mark(NodeBase, frozen=True, tag="mark"):
+    """Name this point of the branch."""
+
+    label: str
+
+
+class Rewind(NodeBase, frozen=True, tag="rewind"):
+    """Truncate the branch to a mark; its KV up to there is kept."""
+
+    label: str
+
+
+Node: TypeAlias = Text | Tokens | Role | Media | Gen | Select | Fork | Join | Tool | Release | Mark | Rewind
+
+
+# --- graph ----------------------------------------------------------------------------------------------------------
+
+
+class StateHandle(msgspec.Struct, frozen=True, array_like=True):
+    """A branch that lives on the server: `length` tokens in the engine whose run is `epoch`."""
+
+    epoch: str
+    branch: int
+    length: int
+
+
+class Graph(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Nodes in program order: a whole program, or a fragment that continues the branches in `handles`."""
+
+    nodes: tuple[Node, ...]
+    handles: tuple[StateHandle, ...] = ()
+    protocol: int = PROTOCOL
+
+
+class ProgramOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What holds for a whole program, given when it is opened.
+
+    Args:
+        name: of the program, for traces and errors.
+        deadline_s: seconds from opening after which it fails with `DeadlineExceeded`; `None` is unlimited.
+        priority: larger is more urgent.
+        stream: send `TextEvent` and `DeltaEvent` as text appears, not only values.
+        want_text: `DoneEvent` carries the main branch's text.
+    """
+
+    name: str = "program"
+    deadline_s: float | None = None
+    priority: int = 0
+    stream: bool = False
+    want_text: bool = True
+
+
+def encode(graph: Graph) -> bytes:
+    """msgpack of a graph."""
+    return _ENCODER.encode(graph)
+
+
+def decode(data: bytes) -> Graph:
+    """The graph in `data` (msgpack).
+
+    Raises:
+        InvalidProgram: not a graph, or of another protocol.
+    """
+    try:
+        graph = _DECODER.decode(data)
+    except msgspec.MsgspecError as error:
+        raise InvalidProgram(f"not a request graph: {error}") from None
+    check_protocol(graph)
+    return graph
+
+
+def to_json(graph: Graph) -> bytes:
+    """A graph as JSON text, the portable file form."""
+    return msgspec.json.encode(graph)
+
+
+def from_json(data: bytes | str) -> Graph:
+    """The graph in a JSON text; raises `InvalidProgram` like `decode`."""
+    try:
+        graph = msgspec.json.decode(data, type=Graph)
+    except msgspec.MsgspecError as error:
+        raise InvalidProgram(f"not a request graph: {error}") from None
+    check_protocol(graph)
+    return graph
+
+
+def check_protocol(graph: Graph) -> None:
+    """Raise `InvalidProgram` unless this code speaks the graph's protocol."""
+    if graph.protocol != PROTOCOL:
+        raise InvalidProgram(
+            f"graph protocol {graph.protocol}; this side speaks {PROTOCOL}",
+            hint="use the same sgl version on both sides",
+        )
+
+
+def digest(graph: Graph) -> str:
+    """SHA-256 (hex) of what the graph does: two graphs that differ only in source locations are equal."""
+    bare = msgspec.structs.replace(
+        graph, nodes=tuple(msgspec.structs.replace(node, location=None) for node in graph.nodes)
+    )
+    return hashlib.sha256(_SORTED.encode(bare)).hexdigest()
+
+
+def validate(graph: Graph, live: Iterable[int] = (MAIN_BRANCH,), limits: Limits = DEFAULT_LIMITS) -> set[int]:
+    """Check a graph against the rules above; the set of branches that live after it.
+
+    Args:
+        live: branches that exist before it: only the main one for a whole program.
+
+    Raises:
+        InvalidProgram: at the first node that breaks a rule, with its location.
+
+    Example:
+        >>> sorted(validate(Graph(nodes=(Fork(id=0, children=(1, 2)), Release(id=1, branch=1)))))
+        [0, 2]
+    """
+    check_protocol(graph)
+    if len(graph.nodes) > limits.max_graph_nodes:
+        raise InvalidProgram(f"{len(graph.nodes)} nodes in one graph; at most {limits.max_graph_nodes} are allowed")
+    alive = set(live)
+    used = set(alive)
+    roles: dict[int, str | None] = {}
+    last_id = -1
+    for node in graph.nodes:
+        if node.id <= last_id:
+            raise InvalidProgram(f"node id {node.id} does not increase", location=node.location)
+        last_id = node.id
+        if node.branch not in alive:
+            state = "was released" if node.branch in used else "does not exist"
+            raise InvalidProgram(f"branch {node.branch} {state}", location=node.location)
+        match node:
+            case Fork(children=children):
+                if len(children) > limits.max_fork:
+                    raise InvalidProgram(
+                        f"fork of {len(children)}; at most {limits.max_fork} are allowed", location=node.location
+                    )
+                if len(set(children)) != len(children) or used & set(children):
+                    raise InvalidProgram("fork reuses a branch number", location=node.location)
+                alive.update(children)
+                used.update(children)
+                roles.update({child: roles.get(node.branch) for child in children})
+            case Join(children=children):
+                if missing := set(children) - alive:
+                    raise InvalidProgram(f"join of unknown branches {sorted(missing)}", location=node.location)
+            case Release():
+                alive.discard(node.branch)
+            case Role(role=role, begin=begin):
+                current = roles.get(node.branch)
+                if begin and current is not None:
+                    raise InvalidProgram(
+                        f"role {role!r} begins inside role {current!r}",
+                        hint=f"end {current!r} first: roles do not nest",
+                        location=node.location,
+                    )
+                roles[node.branch] = role if begin else None
+            case _:
+                pass
+    return alive
+
+
+_ENCODER = msgspec.msgpack.Encoder()
+_SORTED = msgspec.msgpack.Encoder(order="sorted")
+_DECODER = msgspec.msgpack.Decoder(Graph)
+
+
+# --- events ---------------------------------------------------------------------------------------------------------
+
+
+class Usage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Tokens of one node or program. `prompt_tokens == cached_tokens + prefill_tokens` always holds.
+
+    Attributes:
+        prompt_tokens: tokens that had to be in the KV cache before the first output.
+        cached_tokens: of these, found there; `prefill_tokens`: of these, computed.
+        completion_tokens: tokens generated.
+        scored_tokens: option tokens computed for a select (part of `prefill_tokens`).
+        forced_tokens: output tokens appended without sampling.
+        healed_tokens: tokens rolled back and encoded again at a seam.
+        rerendered_tokens: state tokens replaced because the chat template rewrote earlier turns.
+        recomputed_tokens: computed again after their pages were taken away.
+    """
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    prefill_tokens: int = 0
+    completion_tokens: int = 0
+    scored_tokens: int = 0
+    forced_tokens: int = 0
+    healed_tokens: int = 0
+    rerendered_tokens: int = 0
+    recomputed_tokens: int = 0
+
+    def __add__(self, other: Usage) -> Usage:
+        return Usage(**{name: getattr(self, name) + getattr(other, name) for name in self.__struct_fields__})
+
+
+class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
+    """Log-probability of one token, and of the top ones at its position as (id, logprob)."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class ChoiceScore(msgspec.Struct, frozen=True, array_like=True):
+    """One option of a select: its tokens after the last stable token, their log-probabilities, the method's score."""
+
+    choice: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    score: float
+    probability: float
+    unconditional: tuple[float, ...] = ()
+
+
+class TextEvent(msgspec.Struct, frozen=True, tag="text"):
+    """Literal or template text was appended to a branch (streaming programs only)."""
+
+    branch: int
+    text: str
+
+
+class DeltaEvent(msgspec.Struct, frozen=True, tag="delta"):
+    """More text of a running generation (streaming programs only)."""
+
+    node: int
+    branch: int
+    name: str
+    text: str
+    token_ids: tuple[int, ...] = ()
+
+
+class ValueEvent(msgspec.Struct, frozen=True, tag="value", kw_only=True):
+    """A generation or select is done.
+
+    Attributes:
+        value: its text; token ids in `token_ids`.
+        finish: `stop` (a stop, or the constraint is complete), `length`; `matched` is the stop string or id.
+        choices: the scores, for a select.
+    """
+
+    node: int
+    branch: int
+    name: str
+    value: str
+    token_ids: tuple[int, ...] = ()
+    finish: str = "stop"
+    matched: str | int | None = None
+    usage: Usage = Usage()
+    logprobs: tuple[TokenLogprob, ...] = ()
+    choices: tuple[ChoiceScore, ...] = ()
+    latency_s: float = 0.0
+
+
+class JoinedEvent(msgspec.Struct, frozen=True, tag="joined"):
+    """A `Join` was passed."""
+
+    node: int
+    branch: int
+
+
+class HandlesEvent(msgspec.Struct, frozen=True, tag="handles"):
+    """Every node submitted so far is done; the live branches and their lengths."""
+
+    handles: tuple[StateHandle, ...]
+
+
+class FailedEvent(msgspec.Struct, frozen=True, tag="failed"):
+    """The program failed: its other branches are cancelled and its state is gone. The last event."""
+
+    error: ErrorInfo
+    node: int | None = None
+    branch: int | None = None
+
+
+class DoneEvent(msgspec.Struct, frozen=True, tag="done"):
+    """The program ended: everything submitted is done and its state released. The last event."""
+
+    usage: Usage = Usage()
+    text: str = ""
+
+
+Event: TypeAlias = TextEvent | DeltaEvent | ValueEvent | JoinedEvent | HandlesEvent | FailedEvent | DoneEvent
+
+
+class StateText(msgspec.Struct, frozen=True):
+    """A branch as text: everything in its state (template text and special tokens included), and its token ids."""
+
+    text: str
+    token_ids: tuple[int, ...] = ()

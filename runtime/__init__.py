@@ -1,0 +1,1 @@
+"""The engine: executes request graphs on a model."""

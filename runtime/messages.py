@@ -1,0 +1,153 @@
+"""What travels between the engine client and its worker process.
+
+Owns the two closed unions `ToWorker` and `ToClient` and their msgpack form. Frames go over a ZeroMQ PAIR socket on a
+private unix socket; a frame that does not decode ends the connection with an error, never with a guess. Nothing here
+is pickled. Programs are numbered by the client; the number is never reused in one engine.
+
+Order: a program's messages are handled in the order sent. The worker answers `Hello` once, with `Ready` or `Failed`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+import msgspec
+
+from sgl.errors import ErrorInfo, InternalError
+from sgl.lang.graph import PROTOCOL, Event, Graph, ProgramOptions, StateText
+
+
+class Hello(msgspec.Struct, frozen=True, tag="hello"):
+    """First message to the worker: the configuration to start with, as given by the user (JSON-like mapping)."""
+
+    config: dict[str, Any]
+    protocol: int = PROTOCOL
+
+
+class Open(msgspec.Struct, frozen=True, tag="open"):
+    """Start a program."""
+
+    program: int
+    options: ProgramOptions
+
+
+class Submit(msgspec.Struct, frozen=True, tag="submit"):
+    """A program's next fragment: only what is new. `open` starts the program with it, `finish` ends it after it."""
+
+    program: int
+    graph: Graph
+    open: ProgramOptions | None = None
+    finish: bool = False
+
+
+class ReadState(msgspec.Struct, frozen=True, tag="read_state"):
+    """Ask for a branch's text after everything submitted so far; answered by `StateReply`."""
+
+    program: int
+    request: int
+    branch: int
+
+
+class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
+    """Stop a program and release its state."""
+
+    program: int
+
+
+class GetStats(msgspec.Struct, frozen=True, tag="get_stats"):
+    """Ask for the counters; `check` also verifies both laws."""
+
+    request: int
+    check: bool = False
+
+
+class FlushCache(msgspec.Struct, frozen=True, tag="flush_cache"):
+    """Drop every cached page that no program holds."""
+
+    request: int
+
+
+class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
+    """Cancel everything and exit with status 0."""
+
+
+ToWorker: TypeAlias = Hello | Open | Submit | ReadState | Cancel | GetStats | FlushCache | Shutdown
+
+
+class Progress(msgspec.Struct, frozen=True, tag="progress"):
+    """A phase of starting up, for the progress display."""
+
+    text: str
+
+
+class Ready(msgspec.Struct, frozen=True, tag="ready"):
+    """The worker serves. `info` is what `Engine.server_info()` shows; `tokenizer` what the client needs to decode."""
+
+    epoch: str
+    info: dict[str, Any]
+
+
+class Failed(msgspec.Struct, frozen=True, tag="failed"):
+    """The worker cannot start, or ends: the reason."""
+
+    error: ErrorInfo
+
+
+class Events(msgspec.Struct, frozen=True, tag="events"):
+    """Events of programs, in order."""
+
+    events: tuple[tuple[int, Event], ...]
+
+
+class StateReply(msgspec.Struct, frozen=True, tag="state_reply"):
+    """Answer to `ReadState`."""
+
+    program: int
+    request: int
+    state: StateText | None
+    error: ErrorInfo | None = None
+
+
+class StatsReply(msgspec.Struct, frozen=True, tag="stats_reply"):
+    """Answer to `GetStats`; `error` names a broken law."""
+
+    request: int
+    stats: dict[str, Any]
+    error: ErrorInfo | None = None
+
+
+class FlushReply(msgspec.Struct, frozen=True, tag="flush_reply"):
+    """Answer to `FlushCache`: pages that became free."""
+
+    request: int
+    pages: int
+
+
+ToClient: TypeAlias = Progress | Ready | Failed | Events | StateReply | StatsReply | FlushReply
+
+_encoder = msgspec.msgpack.Encoder()
+_to_worker = msgspec.msgpack.Decoder(ToWorker)
+_to_client = msgspec.msgpack.Decoder(ToClient)
+
+
+def pack(message: ToWorker | ToClient) -> bytes:
+    """One message as a frame."""
+    return _encoder.encode(message)
+
+
+def unpack_to_worker(frame: bytes) -> ToWorker:
+    """The message to the worker in a frame; raises `InternalError` when it is none."""
+    try:
+        message: ToWorker = _to_worker.decode(frame)
+    except msgspec.MsgspecError as error:
+        raise InternalError(f"frame to the worker does not decode: {error}") from None
+    return message
+
+
+def unpack_to_client(frame: bytes) -> ToClient:
+    """The message to the client in a frame; raises `InternalError` when it is none."""
+    try:
+        message: ToClient = _to_client.decode(frame)
+    except msgspec.MsgspecError as error:
+        raise InternalError(f"frame to the client does not decode: {error}") from None
+    return message

@@ -1,0 +1,110 @@
+"""One step of the engine as a value: which sequence advances by how many tokens.
+
+Owns `Chunk` and `StepPlan`, made by the scheduler, read by the model runner and the sampler, and never changed.
+Prefill, chunked prefill, decode and scoring are the same thing with different token counts. Pages that a chunk writes
+may be read by later chunks of the same plan: a layer writes all keys and values before any attention reads them, so
+two sequences that share a prefix compute it once even when they start in the same step.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from sgl.lang.graph import Sampling
+
+if TYPE_CHECKING:
+    from sgl.grammars.matcher import Matcher
+
+
+class SampleSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """Draw the next token from the logits after a chunk's last token.
+
+    Args:
+        sampling: temperature and the rest.
+        seed: resolved seed of this generation; with `position` it fixes the draw.
+        position: how many tokens the generation has produced so far.
+        output_ids: these tokens, for penalties.
+        blocked_ids: tokens that may not come now (stops before `min_new_tokens`).
+        matcher: the constraint's state; its mask is filled for this step.
+    """
+
+    sampling: Sampling
+    seed: int
+    position: int
+    output_ids: list[int]
+    blocked_ids: tuple[int, ...] = ()
+    matcher: Matcher | None = None
+
+
+class ScoreSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """Log-probabilities wanted: after the chunk's token at `offset`, of each of `token_ids`."""
+
+    offset: int
+    token_ids: tuple[int, ...]
+
+
+class Chunk(msgspec.Struct, frozen=True, kw_only=True):
+    """Consecutive tokens of one sequence to compute in this step.
+
+    Args:
+        sequence: its id.
+        token_ids: tokens at positions `start .. start + len(token_ids)`.
+        page_table: page of each group of `page_size` positions, int32, covering the sequence up to its last token here.
+        sample: what to draw after the last token, if anything.
+        scores: log-probabilities to return, in order.
+    """
+
+    sequence: int
+    token_ids: list[int]
+    start: int
+    page_table: npt.NDArray[np.int32]
+    sample: SampleSpec | None = None
+    scores: tuple[ScoreSpec, ...] = ()
+
+    @property
+    def end(self) -> int:
+        """Length of the sequence after this chunk."""
+        return self.start + len(self.token_ids)
+
+    @property
+    def logit_offsets(self) -> list[int]:
+        """Offsets into `token_ids` whose logits are needed, ascending and distinct."""
+        wanted = {score.offset for score in self.scores}
+        if self.sample is not None:
+            wanted.add(len(self.token_ids) - 1)
+        return sorted(wanted)
+
+
+class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """The chunks of one step; logits rows come in their order, offset by offset."""
+
+    chunks: tuple[Chunk, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens computed by this step."""
+        return sum(len(chunk.token_ids) for chunk in self.chunks)
+
+
+class RowResult(msgspec.Struct, frozen=True, kw_only=True):
+    """What a step gave one chunk: the token drawn, its log-probability and top ones, and the scores asked for.
+
+    `failed` is a reason (a code of `sgl.errors` and a sentence) when this row alone is unusable.
+    """
+
+    sequence: int
+    token_id: int | None = None
+    logprob: float = 0.0
+    top: tuple[tuple[int, float], ...] = ()
+    scores: tuple[tuple[float, ...], ...] = ()
+    failed: tuple[str, str] | None = None
+
+
+class StepResult(msgspec.Struct, frozen=True, kw_only=True):
+    """One `RowResult` per chunk of the plan, in its order."""
+
+    rows: tuple[RowResult, ...]

@@ -1,0 +1,3 @@
+"""sgl: structured generation that starts from the language."""
+
+__version__ = "0.1.0"

@@ -1,0 +1,327 @@
+"""Every way in which something can go wrong, as one tree.
+
+Owns the exception types, their stable codes and their form on the wire. Every room raises these; the HTTP layer turns
+them into status codes, the messages between processes carry them as `ErrorInfo`, and `from_info` brings the same type
+back on the other side. Standard library and msgspec only, so that every room may import it.
+
+    SglError
+    +-- InvalidRequest              400  the caller can mend it
+    |   +-- InvalidParameter             a field is missing, misspelt, of the wrong type or out of range
+    |   +-- InvalidProgram               a program is put together wrongly (also GraphError on the wire)
+    |   +-- InvalidConstraint            a constraint cannot be used as given
+    |   |   +-- InvalidRegex
+    |   |   +-- InvalidSchema            `pointer` is a JSON pointer into the schema
+    |   |   +-- UnsupportedSchema        valid JSON schema, but a keyword that nothing here would enforce
+    |   |   +-- ConstraintTooComplex     over a limit of `sgl.limits`
+    |   +-- EmptyPrompt
+    |   +-- PromptTooLong                both numbers are in the message
+    |   +-- NeverFits                    larger than the whole KV pool
+    |   +-- Unsupported             501  this backend cannot execute that node
+    +-- ConfigError                 400  engine fields, flags, environment
+    +-- ModelError                  500  a model cannot be used
+    |   +-- ModelNotFound           404
+    |   +-- CorruptModel                 truncated, wrong checksum, bad offsets
+    |   +-- UnsupportedModel             architecture, tokenizer or data type that is not known here
+    |   +-- DownloadFailed          502  offline mode, no network, package index said no
+    +-- Overloaded                  503
+    |   +-- QueueFull               429
+    |   +-- QueueTimeout            503
+    +-- StateLost                   410  a state handle that is expired or belongs to another engine
+    +-- Cancelled                   499  the caller (or the end of its program) cancelled it
+    +-- DeadlineExceeded            504
+    +-- GenerationError             500  the model produced something unusable
+    |   +-- InvalidLogits                NaN or no finite logit in one row; neighbours go on
+    |   +-- ConstraintDeadEnd            the grammar allows no token
+    |   +-- Truncated                    the typed value ended before it was complete; `partial` holds the text
+    +-- EngineDead                  503  the worker ended; every open program gets this
+    +-- InternalError               500  a bug of ours
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import msgspec
+
+
+class SourceLocation(msgspec.Struct, frozen=True, array_like=True):
+    """The line of a user's program that made a node."""
+
+    file: str
+    line: int
+    function: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line} in {self.function}"
+
+
+class ErrorInfo(msgspec.Struct, frozen=True, omit_defaults=True):
+    """An error on the wire: between processes, in HTTP bodies, in `--json` output."""
+
+    code: str
+    message: str
+    hint: str = ""
+    details: dict[str, Any] = {}
+    location: SourceLocation | None = None
+
+
+class SglError(Exception):
+    """Base of every error that sgl raises on purpose.
+
+    Args:
+        message: what was given and what was expected.
+        hint: the one thing to change. Shown after the message.
+        location: the program line concerned, if a program is running.
+        details: named facts (numbers, pointers); each is also an attribute of the error.
+
+    Example:
+        >>> error = InvalidParameter("temperature is -1.0; it must be finite and at least 0", param="temperature")
+        >>> error.code, error.status, error.param
+        ('invalid_parameter', 400, 'temperature')
+        >>> type(SglError.from_info(error.to_info())).__name__
+        'InvalidParameter'
+    """
+
+    code: ClassVar[str] = "error"
+    status: ClassVar[int] = 500
+
+    def __init__(self, message: str, *, hint: str = "", location: SourceLocation | None = None, **details: Any) -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+        self.location = location
+        self.details = details
+
+    def __getattr__(self, name: str) -> Any:
+        details = self.__dict__.get("details", {})
+        if name in details:
+            return details[name]
+        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+
+    def __str__(self) -> str:
+        text = self.message
+        if self.hint:
+            text = f"{text} ({self.hint})"
+        if self.location is not None:
+            text = f"{text}\n  at {self.location}"
+        return text
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (SglError.from_info, (self.to_info(),))
+
+    def at(self, location: SourceLocation | None) -> SglError:
+        """The same error pointing at `location`, unless it already points somewhere."""
+        if self.location is None:
+            self.location = location
+        return self
+
+    def to_info(self) -> ErrorInfo:
+        """The wire form. The cause and the traceback stay on this side."""
+        return ErrorInfo(self.code, self.message, self.hint, self.details, self.location)
+
+    @staticmethod
+    def from_info(info: ErrorInfo) -> SglError:
+        """The error that `info` describes; a code from a newer protocol becomes `InternalError`."""
+        kind = _BY_CODE.get(info.code, InternalError)
+        return kind(info.message, hint=info.hint, location=info.location, **info.details)
+
+
+class InvalidRequest(SglError, ValueError):
+    """The request cannot be executed as given; the caller can mend it."""
+
+    code = "invalid_request"
+    status = 400
+
+
+class InvalidParameter(InvalidRequest):
+    """One field is missing, misspelt, of the wrong type or out of range (`param` names it)."""
+
+    code = "invalid_parameter"
+
+
+class InvalidProgram(InvalidRequest):
+    """A program is put together wrongly: nested roles, unknown variables, a graph that breaks its rules."""
+
+    code = "invalid_program"
+
+
+class InvalidConstraint(InvalidRequest):
+    """A constraint cannot be used as given."""
+
+    code = "invalid_constraint"
+
+
+class InvalidRegex(InvalidConstraint):
+    """A regular expression that cannot be compiled or uses what a grammar cannot enforce."""
+
+    code = "invalid_regex"
+
+
+class InvalidSchema(InvalidConstraint):
+    """Not a JSON schema; `pointer` says where."""
+
+    code = "invalid_schema"
+
+
+class UnsupportedSchema(InvalidConstraint):
+    """A JSON schema keyword that no backend here enforces; `pointer` says where."""
+
+    code = "unsupported_schema"
+
+
+class ConstraintTooComplex(InvalidConstraint):
+    """The constraint is over a size, depth, time or memory limit of `sgl.limits`."""
+
+    code = "constraint_too_complex"
+
+
+class EmptyPrompt(InvalidRequest):
+    """Nothing to condition on, and the model has no beginning-of-sequence token."""
+
+    code = "empty_prompt"
+
+
+class PromptTooLong(InvalidRequest):
+    """Prompt (and requested output) exceed the context (`prompt_tokens`, `context_len`)."""
+
+    code = "prompt_too_long"
+
+
+class NeverFits(InvalidRequest):
+    """The request needs more KV pages than the pool has (`needed_tokens`, `pool_tokens`)."""
+
+    code = "never_fits"
+
+
+class Unsupported(InvalidRequest):
+    """This backend cannot execute that node or option."""
+
+    code = "unsupported"
+    status = 501
+
+
+class ConfigError(SglError, ValueError):
+    """An engine field, flag or environment variable is unknown, invalid or contradicts another."""
+
+    code = "config_error"
+    status = 400
+
+
+class ModelError(SglError):
+    """A model cannot be used."""
+
+    code = "model_error"
+
+
+class ModelNotFound(ModelError, LookupError):
+    """No model under that name."""
+
+    code = "model_not_found"
+    status = 404
+
+
+class CorruptModel(ModelError):
+    """The model's files are truncated, have a wrong checksum or point outside themselves."""
+
+    code = "corrupt_model"
+
+
+class UnsupportedModel(ModelError):
+    """An architecture, tokenizer or data type that is not known here."""
+
+    code = "unsupported_model"
+
+
+class DownloadFailed(ModelError):
+    """A model could not be fetched: offline mode, no network, or the source refused."""
+
+    code = "download_failed"
+    status = 502
+
+
+class Overloaded(SglError):
+    """The engine cannot take more now; the same request may succeed later."""
+
+    code = "overloaded"
+    status = 503
+
+
+class QueueFull(Overloaded):
+    """The waiting queue is at its cap."""
+
+    code = "queue_full"
+    status = 429
+
+
+class QueueTimeout(Overloaded):
+    """The request waited longer than allowed without being started."""
+
+    code = "queue_timeout"
+
+
+class StateLost(SglError):
+    """A state handle that is expired, released, or belongs to another engine."""
+
+    code = "state_lost"
+    status = 410
+
+
+class Cancelled(SglError):
+    """Cancelled by the caller or because a sibling failed."""
+
+    code = "cancelled"
+    status = 499
+
+
+class DeadlineExceeded(SglError, TimeoutError):
+    """The program's deadline passed."""
+
+    code = "deadline_exceeded"
+    status = 504
+
+
+class GenerationError(SglError):
+    """The model produced something unusable."""
+
+    code = "generation_error"
+
+
+class InvalidLogits(GenerationError):
+    """NaN, or no finite logit, in this row; neighbours in the batch go on."""
+
+    code = "invalid_logits"
+
+
+class ConstraintDeadEnd(GenerationError):
+    """The constraint allows no token of the vocabulary."""
+
+    code = "constraint_dead_end"
+
+
+class Truncated(GenerationError):
+    """A typed value ended before it was complete; `partial` holds the text so far."""
+
+    code = "truncated"
+
+
+class EngineDead(SglError):
+    """The worker process ended; every open program gets this."""
+
+    code = "engine_dead"
+    status = 503
+
+
+class InternalError(SglError):
+    """A bug in sgl."""
+
+    code = "internal_error"
+
+
+def _tree(kind: type[SglError]) -> dict[str, type[SglError]]:
+    found = {kind.code: kind}
+    for child in kind.__subclasses__():
+        found.update(_tree(child))
+    return found
+
+
+_BY_CODE: dict[str, type[SglError]] = _tree(SglError)

@@ -1,0 +1,76 @@
+"""What a request may ask for, as one value.
+
+Owns the numbers that bound a request before any work is done for it: each with its default, its meaning and the reason
+for the default. Checked at the door (DSL, engine, HTTP) by the code that owns the field concerned. Standard library and
+msgspec only, so that every room may import it.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, get_args, get_type_hints
+
+import msgspec
+from msgspec import Meta
+
+
+class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Bounds on one request. Units are in the names (`_bytes`, `_s`, `_len` in tokens).
+
+    Example:
+        >>> Limits(max_n=4).max_n
+        4
+        >>> [name for name, _, _ in describe() if name == "max_json_depth"]
+        ['max_json_depth']
+    """
+
+    max_body_bytes: Annotated[int, Meta(ge=1, description="HTTP body; larger bodies are refused while being read.")] = (
+        4 * 2**20
+    )
+    max_prompt_bytes: Annotated[
+        int, Meta(ge=1, description="Text of one unit, checked before tokenizing, which costs about 1 s per 4 MB.")
+    ] = 4 * 2**20
+    max_json_depth: Annotated[
+        int, Meta(ge=1, description="Nesting of a JSON body or schema; Python's own recursion limit varies.")
+    ] = 64
+    max_n: Annotated[int, Meta(ge=1, description="Continuations of one prompt; each holds KV pages of its own.")] = 16
+    max_stops: Annotated[int, Meta(ge=0, description="Stop strings of one generation; each is searched per token.")] = (
+        16
+    )
+    max_stop_bytes: Annotated[
+        int, Meta(ge=1, description="One stop string; also the most text a stream can hold back.")
+    ] = 256
+    max_logprobs: Annotated[int, Meta(ge=0, description="Top log-probabilities per position.")] = 20
+    max_choices: Annotated[int, Meta(ge=1, description="Options of one select; each is a scored sequence.")] = 1024
+    max_schema_bytes: Annotated[int, Meta(ge=1, description="JSON schema, regex or grammar text.")] = 64 * 2**10
+    max_compile_s: Annotated[float, Meta(gt=0, description="Compiling one constraint.")] = 2.0
+    max_compile_bytes: Annotated[int, Meta(ge=1, description="Memory of compiling one constraint.")] = 256 * 2**20
+    max_graph_nodes: Annotated[
+        int, Meta(ge=1, description="Nodes of one submitted graph; a longer program submits fragments.")
+    ] = 100_000
+    max_fork: Annotated[
+        int, Meta(ge=1, description="Children of one fork; each costs a few kilobytes on the host.")
+    ] = 10_000
+    max_queue: Annotated[
+        int, Meta(ge=1, description="Sequences waiting for their first step; more are refused with `queue_full`.")
+    ] = 100_000
+    max_queue_s: Annotated[float, Meta(gt=0, description="Longest wait for the first step.")] = 600.0
+    lease_s: Annotated[
+        float, Meta(gt=0, description="How long a state handle lives without a fragment or an open client.")
+    ] = 600.0
+    drain_s: Annotated[float, Meta(ge=0, description="Time for running requests at shutdown.")] = 30.0
+
+
+DEFAULT_LIMITS = Limits()
+
+
+def describe() -> list[tuple[str, object, str]]:
+    """(name, default, meaning) of every limit, for `sgl doctor` and the documentation."""
+    hints = get_type_hints(Limits, include_extras=True)
+    return [
+        (
+            field.name,
+            field.default,
+            next(m.description or "" for m in get_args(hints[field.name]) if isinstance(m, Meta)),
+        )
+        for field in msgspec.structs.fields(Limits)
+    ]
