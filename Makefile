@@ -1,0 +1,51 @@
+# Everything a clone needs: plain python3 (3.11 or newer) and make. The first target run creates .venv.
+#
+#   make demo                              programs on the embedded model
+#   make test                              lint, types, the whole CPU suite
+#   make test TORCH_INDEX=URL              also look for torch in that package index (PyTorch's CPU wheels, say)
+#   make demo PYTHON=python3.12            another interpreter for .venv
+
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint test-gpu clean
+
+PYTHON ?= python3
+TORCH_INDEX ?=
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+PYTEST := $(BIN)/python -m pytest --import-mode=importlib
+
+help:
+	@echo "make demo | test | lint | test-gpu | clean   (see README.md)"
+
+# One stamp for the whole set-up: it is rewritten only after every step went well, so a broken-off install starts again.
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+	  echo "sgl needs Python 3.11 or newer; '$(PYTHON)' is $$($(PYTHON) --version 2>&1). Try: make PYTHON=python3.12 <target>" >&2; \
+	  exit 1; }
+	@$(PYTHON) -m venv --clear $(VENV) || { \
+	  echo "'$(PYTHON) -m venv' failed. On Debian and Ubuntu install the package python3-venv, then run make again." >&2; \
+	  exit 1; }
+	@echo "Setting up $(VENV), once: torch and a few smaller packages are fetched, which takes a while." >&2
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) \
+	  --editable '.[dev]'
+	@touch $@
+
+demo: $(READY)
+	$(BIN)/sgl run tutorials/01_first_program.py
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy -p sgl
+
+test: lint
+	$(PYTEST) --doctest-modules -m "not gpu and not slow" sgl tests
+
+test-gpu: $(READY)
+	$(PYTEST) -m gpu tests
+
+clean:
+	rm -rf $(VENV) build dist sgl.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
