@@ -17,6 +17,11 @@ from sgl.errors import ConfigError
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 
+# Bounds belong to the number, not to the union with None: msgspec refuses them there.
+Count = Annotated[int, Meta(ge=1)]
+Seed = Annotated[int, Meta(ge=0)]
+Share = Annotated[float, Meta(gt=0, lt=1)]
+
 GiB = 2**30
 
 
@@ -43,23 +48,21 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         "auto"
     )
     device: Annotated[Literal["auto", "cpu", "cuda"], Meta(description="Where the model runs.")] = "auto"
-    context_length: Annotated[int | None, Meta(ge=1, description="Longest sequence; the model's own by default.")] = (
-        None
-    )
-    max_total_tokens: Annotated[int | None, Meta(ge=1, description="Tokens the KV pool holds.")] = None
+    context_length: Annotated[Count | None, Meta(description="Longest sequence; the model's own by default.")] = None
+    max_total_tokens: Annotated[Count | None, Meta(description="Tokens the KV pool holds.")] = None
     mem_fraction_static: Annotated[
-        float | None, Meta(gt=0, lt=1, description="Share of available memory for weights and KV pool.")
+        Share | None, Meta(description="Share of available memory for weights and KV pool.")
     ] = None
-    max_running_requests: Annotated[int | None, Meta(ge=1, description="Sequences in one step.")] = None
-    chunked_prefill_size: Annotated[int | None, Meta(ge=1, description="Tokens computed in one step.")] = None
+    max_running_requests: Annotated[Count | None, Meta(description="Sequences in one step.")] = None
+    chunked_prefill_size: Annotated[Count | None, Meta(description="Tokens computed in one step.")] = None
     page_size: Annotated[int, Meta(ge=1, description="Tokens per KV page; 1 shares to the token.")] = 1
     disable_radix_cache: Annotated[bool, Meta(description="Share nothing between programs (forks still do).")] = False
     rerender: Annotated[
         Literal["template", "keep"],
         Meta(description="When the chat template rewrites earlier turns: follow it, or keep the state."),
     ] = "template"
-    random_seed: Annotated[int | None, Meta(ge=0, description="Seed of generations that have none.")] = None
-    num_threads: Annotated[int | None, Meta(ge=1, description="CPU threads of the model.")] = None
+    random_seed: Annotated[Seed | None, Meta(description="Seed of generations that have none.")] = None
+    num_threads: Annotated[Count | None, Meta(description="CPU threads of the model.")] = None
     offline: Annotated[bool, Meta(description="Never touch the network; use what is in the cache.")] = False
     log_level: Annotated[Literal["debug", "info", "warning", "error"], Meta(description="Of the worker.")] = "warning"
 

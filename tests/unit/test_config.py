@@ -1,0 +1,87 @@
+"""`resolve(config, facts)`: invented machines and models, and the reasons it gives."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from sgl.errors import ConfigError
+from sgl.runtime.config import EngineConfig, Facts, config_from_mapping, resolve
+
+SMALL = Facts(
+    cpu_count=2,
+    available_bytes=8 * 2**30,
+    model_context_len=8192,
+    num_layers=30,
+    num_kv_heads=3,
+    head_dim=64,
+    num_parameters=135_000_000,
+    checkpoint_dtype="bfloat16",
+)
+GPU = msgspec.structs.replace(SMALL, cuda_bytes=80 * 2**30, cuda_name="a big one")
+
+
+def test_cpu_defaults_and_reasons() -> None:
+    resolved = resolve(EngineConfig(), SMALL)
+    assert (resolved.device, resolved.dtype, resolved.num_threads, resolved.page_size) == ("cpu", "float32", 2, 1)
+    assert resolved.context_len == 8192
+    assert resolved.pool_tokens >= 8192
+    assert resolved.kv_bytes_per_token == 2 * 30 * 3 * 64 * 4
+    assert resolved.weights_bytes == 4 * SMALL.num_parameters
+    assert {reason.field for reason in resolved.reasons} >= {"device", "dtype", "max_total_tokens", "num_threads"}
+    assert all(reason.why for reason in resolved.reasons)
+
+
+def test_cuda_takes_the_checkpoints_half_precision() -> None:
+    resolved = resolve(EngineConfig(), GPU)
+    assert (resolved.device, resolved.dtype) == ("cuda", "bfloat16")
+    assert resolved.pool_tokens * resolved.kv_bytes_per_token + resolved.weights_bytes <= 0.85 * GPU.cuda_bytes
+
+
+def test_what_the_user_set_is_taken_and_needs_no_reason() -> None:
+    wish = EngineConfig(dtype="bfloat16", context_length=100, max_total_tokens=333, page_size=4, random_seed=7)
+    resolved = resolve(wish, SMALL)
+    assert (resolved.dtype, resolved.context_len, resolved.num_pages, resolved.random_seed) == ("bfloat16", 100, 83, 7)
+    assert not {reason.field for reason in resolved.reasons} & {"dtype", "context_length", "max_total_tokens"}
+
+
+def test_resolve_is_pure() -> None:
+    assert resolve(EngineConfig(), SMALL) == resolve(EngineConfig(), SMALL)
+
+
+@pytest.mark.parametrize(
+    ("wish", "facts", "message"),
+    [
+        ({"device": "cuda"}, SMALL, "no CUDA device was found"),
+        ({"context_length": 9000}, SMALL, "trained for 8192"),
+        ({"max_total_tokens": 3, "page_size": 16}, SMALL, "less than one page of 16"),
+        ({}, msgspec.structs.replace(SMALL, available_bytes=2**30), "not the KV cache"),
+    ],
+)
+def test_impossible_wishes_name_what_to_change(wish: dict[str, Any], facts: Facts, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        resolve(EngineConfig(**wish), facts)
+    assert caught.value.hint
+    assert caught.value.param in caught.value.hint or caught.value.param in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"model_pth": "x"}, "did you mean 'model_path'"),
+        ({"zzz": 1}, "unknown engine option 'zzz'"),
+        ({"page_size": 0}, "page_size"),
+        ({"page_size": "four"}, "page_size"),
+        ({"dtype": "float8"}, "dtype"),
+        ({"mem_fraction_static": 1.5}, "mem_fraction_static"),
+    ],
+)
+def test_options_are_checked_by_name_type_and_range(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        config_from_mapping(given)
+
+
+def test_options_come_through() -> None:
+    assert config_from_mapping({"model_path": "dummy", "page_size": 2}) == EngineConfig(model_path="dummy", page_size=2)
