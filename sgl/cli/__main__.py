@@ -1,0 +1,5 @@
+"""`python -m sgl.cli`, the same as the `sgl` command."""
+
+from sgl.cli import main
+
+main()

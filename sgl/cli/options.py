@@ -1,0 +1,92 @@
+"""Command-line flags made from the fields of `EngineConfig`, so that no flag, default or help text is written twice.
+
+`engine_options` adds one keyword-only parameter per field to a command's signature, where typer finds it. A flag that
+was not given is `None` and is left out of what the command receives: defaults stay with `EngineConfig`. Values are
+checked by `config_from_mapping`, which refuses with a `ConfigError`; typer only parses them.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import wraps
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import msgspec
+import typer
+
+from sgl.runtime.config import EngineConfig
+
+PANEL = "Engine"
+
+
+def flag_of(field: str) -> str:
+    """The flag of an engine field.
+
+    Example:
+        >>> flag_of("model_path")
+        '--model-path'
+    """
+    return "--" + field.replace("_", "-")
+
+
+def _plain(annotation: Any) -> Any:
+    """The type that typer parses: bounds, descriptions and `None` taken off."""
+    while get_origin(annotation) is Annotated:
+        annotation = get_args(annotation)[0]
+    if get_origin(annotation) in (Union, UnionType):
+        kinds = [kind for kind in get_args(annotation) if kind is not NoneType]
+        return _plain(kinds[0])
+    return annotation
+
+
+def _description(annotation: Any) -> str:
+    return next((m.description for m in get_args(annotation) if isinstance(m, msgspec.Meta) and m.description), "")
+
+
+def engine_parameters() -> list[inspect.Parameter]:
+    """One optional parameter per field of `EngineConfig`, as typer wants them."""
+    hints = get_type_hints(EngineConfig, include_extras=True)
+    parameters = []
+    for field in msgspec.structs.fields(EngineConfig):
+        kind = _plain(hints[field.name])
+        default = "decided at start" if field.default is None else str(field.default)
+        names = [flag_of(field.name)]
+        if kind is bool:
+            names = [f"{names[0]}/--no-{names[0][2:]}"]
+            default = "on" if field.default else "off"
+        elif get_origin(kind) is not Literal and kind not in (int, float, str):
+            raise TypeError(f"engine field {field.name} is {kind}; teach sgl.cli.options to parse it")
+        option = typer.Option(
+            *names,
+            help=f"{_description(hints[field.name])} [default: {default}]",
+            show_default=False,
+            rich_help_panel=PANEL,
+        )
+        parameters.append(
+            inspect.Parameter(
+                field.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, option]
+            )
+        )
+    return parameters
+
+
+def engine_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorator: `command(..., engine: Mapping[str, Any])` gets the engine flags that were given as `engine`."""
+    signature = inspect.signature(command, eval_str=True)
+    own = [parameter for name, parameter in signature.parameters.items() if name != "engine"]
+    extra = engine_parameters()
+    fields = {parameter.name for parameter in extra}
+    if clash := fields & {parameter.name for parameter in own}:
+        raise TypeError(f"{command.__name__} already has parameters named {sorted(clash)}")
+
+    @wraps(command)
+    def with_engine(*args: Any, **kwargs: Any) -> Any:
+        engine = {name: value for name, value in kwargs.items() if name in fields and value is not None}
+        rest = {name: value for name, value in kwargs.items() if name not in fields}
+        return command(*args, engine=engine, **rest)
+
+    with_engine.__signature__ = signature.replace(parameters=[*own, *extra])  # type: ignore[attr-defined]
+    with_engine.__annotations__ = {p.name: p.annotation for p in (*own, *extra)}
+    return with_engine
