@@ -7,14 +7,13 @@ message, no traceback), 2 for a wrong command line, 130 after Ctrl-C.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
 
 import sgl
-from sgl.cli.console import INTERRUPTED, Json, guarded, say, show_json, show_table
+from sgl.cli.console import Json, guarded, show_json, show_table
 from sgl.cli.options import engine_options
 from sgl.errors import ConfigError
 
@@ -65,17 +64,14 @@ def run(
 
     path = check_file(file)
     config_from_mapping(engine)
-    sgl.set_default_options(**engine)
+    if engine:
+        sgl.set_default_options(**engine)
     raise typer.Exit(run_file(path, args or []))
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Entry point of the `sgl` command; always ends in `SystemExit`."""
-    try:
-        app(args=None if argv is None else list(argv))
-    except KeyboardInterrupt:
-        say("interrupted")
-        sys.exit(INTERRUPTED)
+    app(args=None if argv is None else list(argv), prog_name="sgl")
 
 
 __all__ = ["app", "main"]

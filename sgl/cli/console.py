@@ -73,6 +73,9 @@ def guarded(command: Callable[..., Any]) -> Callable[..., Any]:
                 raise
             show_error(error)
             raise typer.Exit(exit_status(error)) from None
+        except KeyboardInterrupt:
+            say("interrupted")
+            raise typer.Exit(INTERRUPTED) from None
 
     run.__signature__ = signature.replace(parameters=[*signature.parameters.values(), flag])  # type: ignore[attr-defined]
     run.__annotations__ = {**{p.name: p.annotation for p in signature.parameters.values()}, "debug": Debug}
