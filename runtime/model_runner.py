@@ -1,0 +1,117 @@
+"""From a step's plan to logits.
+
+Owns the KV pool's memory and the translation of a `StepPlan` into tensors. Does not own which page belongs to whom
+(the scheduler does) nor what is done with the logits (the sampler). Called by the engine core, one step at a time.
+A forward writes only the slots of the plan's tokens; a failed one leaves other sequences' pages as they were.
+
+Shapes: T tokens of the step, R rows of logits, V vocabulary, S slots of the pool, K key/value heads, D head size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from sgl.errors import ConfigError
+from sgl.kernels.attention import AttentionPlan, plan_attention
+from sgl.runtime.config import GiB, ResolvedConfig
+from sgl.runtime.models.registry import CausalLM, ModelConfig
+from sgl.runtime.plan import StepPlan
+
+
+@dataclass(frozen=True)
+class ForwardBatch:
+    """A step as tensors. Rows of logits come chunk by chunk, offset by offset."""
+
+    token_ids: torch.Tensor
+    """`[T]` int64."""
+    positions: torch.Tensor
+    """`[T]` int64, position of each token in its sequence."""
+    logit_rows: torch.Tensor
+    """`[R]` int64, tokens of the step whose logits are wanted."""
+    attention: AttentionPlan
+
+    @classmethod
+    def from_plan(cls, plan: StepPlan, page_size: int, device: torch.device | str = "cpu") -> ForwardBatch:
+        """The tensors of `plan`."""
+        token_ids: list[int] = []
+        positions: list[int] = []
+        logit_rows: list[int] = []
+        for chunk in plan.chunks:
+            logit_rows.extend(len(token_ids) + offset for offset in chunk.logit_offsets)
+            token_ids.extend(chunk.token_ids)
+            positions.extend(range(chunk.start, chunk.end))
+        return cls(
+            token_ids=torch.tensor(token_ids, dtype=torch.int64, device=device),
+            positions=torch.tensor(positions, dtype=torch.int64, device=device),
+            logit_rows=torch.tensor(logit_rows, dtype=torch.int64, device=device),
+            attention=plan_attention(
+                [chunk.start for chunk in plan.chunks],
+                [len(chunk.token_ids) for chunk in plan.chunks],
+                [chunk.page_table for chunk in plan.chunks],
+                page_size,
+                device,
+            ),
+        )
+
+
+class KVCache:
+    """Keys and values of every layer, `[layers, S, K, D]` each, S = pages x page size. Not cleared: a slot is written
+    before it is read."""
+
+    def __init__(
+        self, model_config: ModelConfig, num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device | str
+    ) -> None:
+        shape = (
+            model_config.num_hidden_layers,
+            num_pages * page_size,
+            model_config.num_key_value_heads,
+            model_config.head_dim,
+        )
+        self.page_size = page_size
+        try:
+            self._keys = torch.empty(shape, dtype=dtype, device=device)
+            self._values = torch.empty(shape, dtype=dtype, device=device)
+        except (RuntimeError, MemoryError) as error:  # torch raises RuntimeError when the host refuses memory
+            needed = 2 * torch.Size(shape).numel() * dtype.itemsize
+            raise ConfigError(
+                f"the KV pool of {num_pages * page_size} tokens needs {needed / GiB:.2f} GiB, which {device} has not",
+                hint="set max_total_tokens lower",
+                param="max_total_tokens",
+            ) from error
+
+    def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of one layer, `[S, K, D]` each."""
+        return self._keys[index], self._values[index]
+
+
+class ModelRunner:
+    """A model with its KV pool on one device.
+
+    Args:
+        model: loaded weights, on `resolved.device`.
+        model_config: its shape.
+        resolved: sizes of the pool, dtype, device, threads.
+
+    Raises:
+        ConfigError: the pool does not fit in memory.
+    """
+
+    def __init__(self, model: CausalLM, model_config: ModelConfig, resolved: ResolvedConfig) -> None:
+        if resolved.device == "cpu":
+            torch.set_num_threads(resolved.num_threads)
+        self.model = model
+        self.model_config = model_config
+        self.device = torch.device(resolved.device)
+        self.page_size = resolved.page_size
+        dtype = getattr(torch, resolved.dtype)
+        self.cache = KVCache(model_config, resolved.num_pages, resolved.page_size, dtype, self.device)
+
+    @torch.inference_mode()
+    def forward(self, plan: StepPlan) -> torch.Tensor:
+        """Compute the plan's tokens; float32 logits `[R, V]` in chunk order, then in the order of `logit_offsets`."""
+        if not plan.chunks:
+            return torch.empty(0, self.model_config.vocab_size, dtype=torch.float32, device=self.device)
+        batch = ForwardBatch.from_plan(plan, self.page_size, self.device)
+        return self.model(batch, self.cache)
