@@ -1,0 +1,517 @@
+"""Text to token ids and back, the same for a GGUF file, a checkpoint folder and the toy vocabulary.
+
+Owns the vocabulary, the special tokens, the end-of-generation set and the checkpoint's chat template. Used by both
+halves of the engine: it needs neither torch nor transformers. A `Tokenizer` is immutable and may be shared by threads.
+
+Invariants:
+
+* Special tokens in text from users are plain characters. They are recognised only inside template pieces.
+* A maximal run of ordinary text is encoded as one, however it was cut into pieces: ids equal those of the reference
+  tokenizer for the whole rendered string.
+* Ordinary decoding works on bytes: `decode` is the UTF-8 reading of the tokens' bytes, put together.
+
+Fails with `UnsupportedModel` for a tokenizer that is not known, `CorruptModel` for one that contradicts itself, and
+`InvalidParameter` for text that is too long or is not Unicode (lone surrogates).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
+
+from sgl.errors import CorruptModel, InvalidParameter, UnsupportedModel
+from sgl.limits import DEFAULT_LIMITS, Limits
+from sgl.runtime.text.template import ChatTemplate
+
+
+class Piece(NamedTuple):
+    """A stretch of prompt text. Special tokens are recognised only in template pieces."""
+
+    text: str
+    template: bool = False
+
+
+class Run(NamedTuple):
+    """Consecutive pieces that were encoded together: `num_pieces` of them became `ids`."""
+
+    num_pieces: int
+    ids: list[int]
+
+
+class Tokenizer:
+    """A vocabulary with its special tokens and chat template.
+
+    Attributes:
+        vocab_size: ids known; a model's embedding may be padded beyond it, and such ids have no text.
+        special_tokens: text of each special token to its id.
+        eos_ids: tokens that end a generation (end of sequence, of turn, of text).
+        bos_id: beginning-of-sequence token, if the vocabulary has one; `bos_token` is its text.
+        add_bos: a prompt of plain text begins with `bos_id`. A chat template writes it itself where it wants it.
+        chat_template: the checkpoint's own, or `None`.
+
+    Example:
+        >>> toy = Tokenizer.toy()
+        >>> toy.encode("Hé")
+        [72, 195, 169]
+        >>> toy.encode_pieces([Piece("<|im_end|>", template=True), Piece("<|")])
+        [258, 60, 124]
+        >>> toy.decode([72, 195, 169, 258])
+        'Hé'
+    """
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        *,
+        eos_ids: Iterable[int] = (),
+        bos_id: int | None = None,
+        add_bos: bool = False,
+        chat_template: ChatTemplate | None = None,
+        limits: Limits = DEFAULT_LIMITS,
+    ) -> None:
+        # Recognising special tokens is this class's work (`split_template`); the backend never does it.
+        backend.encode_special_tokens = True
+        self._backend = backend
+        self._limits = limits
+        added = backend.get_added_tokens_decoder()
+        specials = {token_id: token for token_id, token in added.items() if token.special}
+        self.special_tokens: dict[str, int] = {token.content: token_id for token_id, token in specials.items()}
+        self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        self.bos_id = bos_id
+        self.bos_token = "" if bos_id is None else str(backend.id_to_token(bos_id))
+        self.add_bos = add_bos and bos_id is not None
+        self.eos_ids = frozenset(eos_ids)
+        self.chat_template = chat_template
+        self.special_pattern = _alternation(self.special_tokens)
+        self._strips_left = frozenset(token.content for token in specials.values() if token.lstrip)
+        self._strips_right = frozenset(token.content for token in specials.values() if token.rstrip)
+        self._token_bytes = _TokenBytes(backend, {token_id: token.content for token_id, token in added.items()})
+        self._special_ids = frozenset(specials)
+        self._inner = _without_first_space(backend)
+
+    # --- where tokenizers come from ---------------------------------------------------------------------------------
+
+    @classmethod
+    def from_gguf(cls, metadata: Mapping[str, Any], limits: Limits = DEFAULT_LIMITS) -> Tokenizer:
+        """The tokenizer in a GGUF file's metadata (keys `tokenizer.ggml.*` and `tokenizer.chat_template`).
+
+        Raises:
+            UnsupportedModel: a tokenizer model or pre-tokenizer that is not known here.
+            CorruptModel: lists that contradict each other.
+        """
+        model = metadata.get("tokenizer.ggml.model")
+        if model != "gpt2":
+            raise UnsupportedModel(
+                f"GGUF tokenizer model {model!r}; known: 'gpt2' (byte-level BPE)",
+                hint="use the model's folder with tokenizer.json instead",
+                tokenizer=model,
+            )
+        name = metadata.get("tokenizer.ggml.pre", "gpt-2")
+        recipe = _GGUF_RECIPES.get(name)
+        if recipe is None:
+            raise UnsupportedModel(
+                f"GGUF pre-tokenizer {name!r}; known: {', '.join(sorted(_GGUF_RECIPES))}",
+                hint="use the model's folder with tokenizer.json instead",
+                pre_tokenizer=name,
+            )
+        tokens = _strings(metadata, "tokenizer.ggml.tokens")
+        kinds = [int(kind) for kind in metadata.get("tokenizer.ggml.token_type", ())] or [_GGUF_NORMAL] * len(tokens)
+        if len(kinds) != len(tokens):
+            raise CorruptModel(f"GGUF tokenizer has {len(tokens)} tokens but {len(kinds)} token types")
+        backend = _byte_level_bpe(tokens, _strings(metadata, "tokenizer.ggml.merges"), recipe)
+        # Adding a token that is in the vocabulary keeps its id.
+        backend.add_special_tokens(
+            [_added(text, special=True) for text, kind in zip(tokens, kinds, strict=True) if kind == _GGUF_CONTROL]
+        )
+        backend.add_tokens(
+            [_added(text, special=False) for text, kind in zip(tokens, kinds, strict=True) if kind == _GGUF_USER]
+        )
+        named = {key: metadata.get(f"tokenizer.ggml.{key}_token_id") for key in _GGUF_ID_KEYS}
+        for key, token_id in named.items():
+            if token_id is not None and not 0 <= int(token_id) < len(tokens):
+                raise CorruptModel(f"GGUF {key}_token_id is {token_id}; the vocabulary has {len(tokens)} tokens")
+        texts = {
+            f"{_TEMPLATE_NAMES[key]}_token": tokens[int(token_id)]
+            for key, token_id in named.items()
+            if token_id is not None and key in _TEMPLATE_NAMES
+        }
+        control = {text for text, kind in zip(tokens, kinds, strict=True) if kind == _GGUF_CONTROL}
+        source = metadata.get("tokenizer.chat_template")
+        return cls(
+            backend,
+            eos_ids=_end_ids(backend, control, [named["eos"], named["eot"], named["eom"]]),
+            bos_id=None if named["bos"] is None else int(named["bos"]),
+            add_bos=bool(metadata.get("tokenizer.ggml.add_bos_token", recipe.add_bos)),
+            chat_template=ChatTemplate(str(source), texts) if source else None,
+            limits=limits,
+        )
+
+    @classmethod
+    def from_folder(cls, path: str | Path, limits: Limits = DEFAULT_LIMITS) -> Tokenizer:
+        """The tokenizer of a checkpoint folder (`tokenizer.json` and the files beside it).
+
+        Raises:
+            UnsupportedModel: the folder has no `tokenizer.json`.
+            CorruptModel: one of the files cannot be read.
+        """
+        folder = Path(path)
+        file = folder / "tokenizer.json"
+        if not file.is_file():
+            raise UnsupportedModel(
+                f"{folder} has no tokenizer.json",
+                hint="save the tokenizer with transformers' save_pretrained() first",
+            )
+        try:
+            backend = tokenizers.Tokenizer.from_str(file.read_text(encoding="utf-8"))
+        except Exception as error:  # noqa: BLE001 - the library raises bare Exception
+            raise CorruptModel(f"{file} cannot be read: {error}") from None
+        backend.no_truncation()
+        backend.no_padding()
+        config = _json_object(folder / "tokenizer_config.json")
+        texts = {
+            name: text
+            for name in ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+            if (text := _token_text(config.get(name))) is not None
+        }
+        ends: list[Any] = [backend.token_to_id(texts["eos_token"])] if "eos_token" in texts else []
+        for settings in (_json_object(folder / "generation_config.json"), _json_object(folder / "config.json")):
+            given = settings.get("eos_token_id")
+            ends.extend(given if isinstance(given, list) else [given])
+        specials = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
+        bos_id = backend.token_to_id(texts["bos_token"]) if "bos_token" in texts else None
+        add_bos = config.get("add_bos_token")
+        if add_bos is None:  # then the post-processor says
+            add_bos = bos_id is not None and bos_id in backend.encode("", add_special_tokens=True).ids
+        source = _folder_template(folder, config)
+        return cls(
+            backend,
+            eos_ids=_end_ids(backend, specials, ends),
+            bos_id=bos_id,
+            add_bos=bool(add_bos),
+            chat_template=ChatTemplate(source, texts) if source else None,
+            limits=limits,
+        )
+
+    @classmethod
+    def toy(cls, limits: Limits = DEFAULT_LIMITS) -> Tokenizer:
+        """The byte vocabulary of the toy model: ids 0 to 255 are bytes, then special tokens, 512 in all; ChatML."""
+        specials = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|bos|>"]
+        specials += [f"<|reserved_{index}|>" for index in range(512 - 256 - len(specials))]
+        byte_chars = {byte: char for char, byte in _byte_chars().items()}
+        backend = _byte_level_bpe([byte_chars[byte] for byte in range(256)], [], _GGUF_RECIPES["gpt-2"])
+        backend.add_special_tokens([_added(text, special=True) for text in specials])
+        texts = {"bos_token": "<|bos|>", "eos_token": "<|im_end|>"}
+        return cls(
+            backend,
+            eos_ids=_end_ids(backend, specials, []),
+            bos_id=backend.token_to_id("<|bos|>"),
+            chat_template=ChatTemplate(_CHATML, texts),
+            limits=limits,
+        )
+
+    # --- encoding ---------------------------------------------------------------------------------------------------
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a user's text, without BOS; special tokens in it are plain characters.
+
+        Raises:
+            InvalidParameter: longer than `limits.max_prompt_bytes`, or with lone surrogates.
+        """
+        return self.encode_pieces((Piece(text),))
+
+    def encode_pieces(self, pieces: Sequence[Piece], start: bool = True) -> list[int]:
+        """Ids of pieces put together.
+
+        Args:
+            start: they begin a state (some vocabularies write a space before the first word of a text).
+
+        Raises:
+            InvalidParameter: longer than `limits.max_prompt_bytes`, or with lone surrogates.
+        """
+        atoms = [atom for piece in pieces for atom in (self.split_template(piece.text) if piece.template else (piece,))]
+        return [token_id for run in self.encode_runs(atoms, start) for token_id in run.ids]
+
+    def split_template(self, text: str) -> list[Piece]:
+        """Template text as pieces: each special token alone (`template=True`), ordinary text between them."""
+        pieces: list[Piece] = []
+        position = 0
+        for match in self.special_pattern.finditer(text):
+            if match.start() > position:
+                pieces.append(Piece(text[position : match.start()]))
+            pieces.append(Piece(match.group(), template=True))
+            position = match.end()
+        if position < len(text):
+            pieces.append(Piece(text[position:]))
+        return pieces
+
+    def encode_runs(self, atoms: Sequence[Piece], start: bool = True) -> list[Run]:
+        """Encode pieces whose template pieces are single special tokens, as runs that do not depend on each other."""
+        self._check("".join(atom.text for atom in atoms))
+        runs: list[Run] = []
+        position = 0
+        while position < len(atoms):
+            first = atoms[position]
+            if first.template:
+                runs.append(Run(1, [self.special_tokens[first.text]]))
+                position += 1
+                continue
+            end = position
+            while end < len(atoms) and not atoms[end].template:
+                end += 1
+            text = "".join(atom.text for atom in atoms[position:end])
+            if position > 0 and atoms[position - 1].text in self._strips_right:
+                text = text.lstrip()
+            if end < len(atoms) and atoms[end].text in self._strips_left:
+                text = text.rstrip()
+            backend = self._backend if start and position == 0 else self._inner
+            runs.append(Run(end - position, list(backend.encode(text, add_special_tokens=False).ids) if text else []))
+            position = end
+        return runs
+
+    def _check(self, text: str) -> None:
+        limit = self._limits.max_prompt_bytes
+        size = len(text)
+        if size <= limit:
+            try:
+                size = len(text.encode("utf-8"))
+            except UnicodeEncodeError as error:
+                raise InvalidParameter(
+                    f"text has a lone surrogate {text[error.start]!r} at character {error.start}",
+                    hint="decode the input with errors='replace' before passing it on",
+                    param="text",
+                ) from None
+        if size > limit:
+            raise InvalidParameter(
+                f"text has {size} bytes; at most {limit} are allowed",
+                hint="shorten it, or raise limits.max_prompt_bytes",
+                param="text",
+            )
+
+    # --- decoding ---------------------------------------------------------------------------------------------------
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Raw bytes of a token; empty for special tokens and for ids past the vocabulary."""
+        return b"" if token_id in self._special_ids else self._token_bytes(token_id)
+
+    def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
+        """Text of tokens; bytes that are not UTF-8 become U+FFFD."""
+        read = self.token_bytes if skip_special_tokens else self._token_bytes
+        return b"".join(read(token_id) for token_id in ids).decode("utf-8", "replace")
+
+    def to_json(self) -> str:
+        """The tokenizer in the `tokenizers` library's JSON form."""
+        return str(self._backend.to_str())
+
+
+# --- token bytes ----------------------------------------------------------------------------------------------------
+
+
+class _TokenBytes:
+    """Bytes of each id, worked out on first use: byte-level characters, `<0x0A>` byte tokens, or plain text."""
+
+    def __init__(self, backend: tokenizers.Tokenizer, added: dict[int, str]) -> None:
+        shape = json.loads(backend.decoder.__getstate__()) if backend.decoder is not None else {}
+        kinds = {part.get("type") for part in shape.get("decoders", [shape])}
+        self._to_bytes: Callable[[str], bytes] = _byte_level_bytes if "ByteLevel" in kinds else _plain_bytes
+        self._backend = backend
+        self._known = {token_id: text.encode("utf-8") for token_id, text in added.items()}
+
+    def __call__(self, token_id: int) -> bytes:
+        known = self._known.get(token_id)
+        if known is None:
+            text = self._backend.id_to_token(token_id) if token_id >= 0 else None
+            known = b"" if text is None else self._to_bytes(text)
+            self._known[token_id] = known
+        return known
+
+
+@cache
+def _byte_chars() -> dict[str, int]:
+    """Byte-level BPE's alphabet: one printable character for each byte (GPT-2's reversible mapping).
+
+    Printable Latin-1 bytes stand for themselves; the others, in order, for the characters from U+0100 on.
+    """
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + index): byte for index, byte in enumerate(others)}
+
+
+def _byte_level_bytes(text: str) -> bytes:
+    table = _byte_chars()
+    return b"".join(bytes((table[char],)) if char in table else char.encode("utf-8") for char in text)
+
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+def _plain_bytes(text: str) -> bytes:
+    byte = _BYTE_TOKEN.fullmatch(text)
+    return bytes((int(byte.group(1), 16),)) if byte else text.replace("\u2581", " ").encode("utf-8")
+
+
+def _without_first_space(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
+    """The encoder for text that does not begin a state; only metaspace vocabularies of scheme "first" need another."""
+    part = backend.pre_tokenizer
+    if not isinstance(part, pre_tokenizers.Metaspace) or part.prepend_scheme != "first":
+        return backend
+    inner = tokenizers.Tokenizer.from_str(backend.to_str())
+    inner.pre_tokenizer = pre_tokenizers.Metaspace(
+        replacement=part.replacement, prepend_scheme="never", split=part.split
+    )
+    inner.encode_special_tokens = True
+    return inner
+
+
+# --- GGUF -----------------------------------------------------------------------------------------------------------
+
+_GGUF_NORMAL, _GGUF_CONTROL, _GGUF_USER = 1, 3, 4
+_GGUF_ID_KEYS = ("bos", "eos", "eot", "eom", "unknown", "padding")
+_TEMPLATE_NAMES = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}
+
+
+class _Recipe(NamedTuple):
+    """How a named pre-tokenizer cuts text before BPE."""
+
+    cut: Callable[[], pre_tokenizers.PreTokenizer]
+    normalizer: Callable[[], normalizers.Normalizer] | None = None
+    ignore_merges: bool = False
+    add_bos: bool = False
+
+
+def _gpt2_cut() -> pre_tokenizers.PreTokenizer:
+    return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+
+
+def _digits_cut() -> pre_tokenizers.PreTokenizer:
+    return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), _gpt2_cut()])
+
+
+def _pattern_cut(numbers: str) -> pre_tokenizers.PreTokenizer:
+    # Contractions, words with one leading sign, numbers, signs up to the line's end, line ends, other space.
+    words = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
+    rest = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    return pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(words + numbers + rest), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+
+
+_LLAMA3 = _Recipe(lambda: _pattern_cut(r"\p{N}{1,3}"), ignore_merges=True, add_bos=True)
+_QWEN2 = _Recipe(lambda: _pattern_cut(r"\p{N}"), normalizer=normalizers.NFC)
+_GPT2 = _Recipe(_gpt2_cut)
+_DIGITS = _Recipe(_digits_cut)
+_GGUF_RECIPES: dict[str, _Recipe] = {
+    "gpt-2": _GPT2,
+    "smollm": _DIGITS,
+    "starcoder": _DIGITS,
+    "llama-bpe": _LLAMA3,
+    "llama3": _LLAMA3,
+    "llama-v3": _LLAMA3,
+    "qwen2": _QWEN2,
+    "deepseek-r1-qwen": _QWEN2,
+}
+
+
+def _byte_level_bpe(tokens: Sequence[str], merges: Sequence[str], recipe: _Recipe) -> tokenizers.Tokenizer:
+    vocab = {text: token_id for token_id, text in reversed(list(enumerate(tokens)))}
+    pairs = [tuple(merge.split(" ", 1)) for merge in merges]
+    if any(len(pair) != 2 for pair in pairs):
+        raise CorruptModel("a BPE merge in the GGUF metadata is not a pair of tokens")
+    try:
+        model = models.BPE(vocab=vocab, merges=pairs, ignore_merges=recipe.ignore_merges)
+    except Exception as error:  # noqa: BLE001 - the library raises bare Exception
+        raise CorruptModel(f"the BPE merges do not fit the vocabulary: {error}") from None
+    backend = tokenizers.Tokenizer(model)
+    backend.pre_tokenizer = recipe.cut()
+    backend.decoder = decoders.ByteLevel()
+    if recipe.normalizer is not None:
+        backend.normalizer = recipe.normalizer()
+    return backend
+
+
+def _added(text: str, *, special: bool) -> AddedToken:
+    return AddedToken(text, special=special, normalized=False)
+
+
+def _strings(metadata: Mapping[str, Any], key: str) -> list[str]:
+    values = metadata.get(key)
+    if values is None or not all(isinstance(value, str) for value in values):
+        raise CorruptModel(f"GGUF metadata key {key!r} is missing or not a list of strings")
+    return list(values)
+
+
+# --- special tokens -------------------------------------------------------------------------------------------------
+
+_END_TOKENS = (
+    "<|im_end|>",
+    "<|endoftext|>",
+    "<|eot_id|>",
+    "<|eom_id|>",
+    "<|end_of_text|>",
+    "<|end|>",
+    "<|return|>",
+    "<end_of_turn>",
+    "</s>",
+)
+"""Names under which checkpoints keep their end tokens; many list only one of theirs in the configuration."""
+
+
+def _end_ids(backend: tokenizers.Tokenizer, specials: Iterable[str], given: Iterable[Any]) -> frozenset[int]:
+    known = set(specials)
+    ids = {int(backend.token_to_id(text)) for text in _END_TOKENS if text in known}
+    return frozenset(ids | {int(token_id) for token_id in given if token_id is not None})
+
+
+def _alternation(texts: Iterable[str]) -> re.Pattern[str]:
+    """A pattern that finds any of `texts`, the longest first; of none, it matches nothing."""
+    longest_first = sorted((text for text in texts if text), key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+
+
+# --- checkpoint folders ---------------------------------------------------------------------------------------------
+
+
+def _json_object(file: Path) -> dict[str, Any]:
+    if not file.is_file():
+        return {}
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CorruptModel(f"{file} is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise CorruptModel(f"{file} holds a {type(value).__name__}; expected an object")
+    return value
+
+
+def _token_text(value: Any) -> str | None:
+    if isinstance(value, dict):
+        value = value.get("content")
+    return value if isinstance(value, str) else None
+
+
+def _folder_template(folder: Path, config: Mapping[str, Any]) -> str | None:
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        return file.read_text(encoding="utf-8")
+    value = config.get("chat_template")
+    if isinstance(value, list):  # several named ones
+        named = {entry.get("name"): entry.get("template") for entry in value if isinstance(entry, dict)}
+        value = named.get("default")
+    return value if isinstance(value, str) else None
+
+
+_CHATML = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
