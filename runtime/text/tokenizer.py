@@ -423,9 +423,9 @@ _GGUF_RECIPES: dict[str, _Recipe] = {
 
 def _byte_level_bpe(tokens: Sequence[str], merges: Sequence[str], recipe: _Recipe) -> tokenizers.Tokenizer:
     vocab = {text: token_id for token_id, text in reversed(list(enumerate(tokens)))}
-    pairs = [tuple(merge.split(" ", 1)) for merge in merges]
-    if any(len(pair) != 2 for pair in pairs):
+    if any(" " not in merge for merge in merges):
         raise CorruptModel("a BPE merge in the GGUF metadata is not a pair of tokens")
+    pairs = [(left, right) for left, _, right in (merge.partition(" ") for merge in merges)]
     try:
         model = models.BPE(vocab=vocab, merges=pairs, ignore_merges=recipe.ignore_merges)
     except Exception as error:  # noqa: BLE001 - the library raises bare Exception
@@ -467,8 +467,8 @@ _END_TOKENS = (
 
 def _end_ids(backend: tokenizers.Tokenizer, specials: Iterable[str], given: Iterable[Any]) -> frozenset[int]:
     known = set(specials)
-    ids = {int(backend.token_to_id(text)) for text in _END_TOKENS if text in known}
-    return frozenset(ids | {int(token_id) for token_id in given if token_id is not None})
+    named = [backend.token_to_id(text) for text in _END_TOKENS if text in known]
+    return frozenset(int(token_id) for token_id in (*named, *given) if token_id is not None)
 
 
 def _alternation(texts: Iterable[str]) -> re.Pattern[str]:
