@@ -175,7 +175,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         template: nodes.Template = _Meter().visit(super()._parse(source, name, filename))
         return template
 
-    def unsafe_undefined(self, obj: Any, attribute: str) -> NoReturn:  # type: ignore[override]  # jinja would print ""
+    def unsafe_undefined(self, obj: Any, attribute: str) -> NoReturn:  # jinja itself would print ""
         raise SecurityError(f"attribute {attribute!r} of a {type(obj).__name__}")
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
+from functools import cache
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sgl.errors import InternalError, InvalidProgram, Unsupported
@@ -29,6 +30,7 @@ MERGING = (
 START, END = 257, 258
 
 
+@cache
 def toy(source: str | None = PLAIN, add_bos: bool = False) -> Tokenizer:
     tokenizer = copy.copy(Tokenizer.toy())
     tokenizer.chat_template = ChatTemplate(source, {"bos_token": "<|bos|>"}) if source is not None else None
@@ -255,6 +257,7 @@ STEPS = st.lists(
 
 
 @pytest.mark.parametrize("source", [PLAIN, TRIMMING, REASONING])
+@settings(deadline=None, max_examples=60)
 @given(steps=STEPS, data=st.data())
 def test_state_is_the_rendering_however_text_is_cut(
     source: str, steps: list[tuple[str, str]], data: st.DataObject
