@@ -1,0 +1,236 @@
+"""The engine core: a plain object with `open / submit / cancel / step`, and no process, socket or thread of its own.
+
+Owns the programs and wires scheduler, model runner, sampler and grammar compiler together. The worker process drives
+it; a test drives it by hand, with a fake clock and a scripted runner. All calls come from one thread; jobs handed to
+the executor come back through `finish_jobs`.
+
+A step that raises ends the programs that were in it and drops the whole cache, whose pages are not trusted any more;
+the engine goes on. When steps keep failing, the error is raised to the owner, who ends the process.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections import deque
+from collections.abc import Callable, Iterable
+from concurrent.futures import Executor, Future
+from typing import Any, Protocol
+
+from sgl.errors import EngineDead, InternalError, SglError, StateLost
+from sgl.grammars.compiler import GrammarCompiler
+from sgl.lang.graph import Event, Graph, ProgramOptions
+from sgl.limits import DEFAULT_LIMITS, Limits
+from sgl.runtime.config import ResolvedConfig
+from sgl.runtime.plan import StepPlan, StepResult
+from sgl.runtime.program_run import ProgramRun, Reply
+from sgl.runtime.scheduler import Scheduler
+from sgl.runtime.sequence import Request
+from sgl.runtime.stats import Stats
+from sgl.runtime.text.tokenizer import Tokenizer
+
+_MAX_FAILED_STEPS = 3
+
+
+class Runner(Protocol):
+    """Computes a plan: `ModelRunner`, or a script in tests."""
+
+    def forward(self, plan: StepPlan) -> Any:
+        """Float32 logits `[rows, vocabulary]`."""
+
+
+class StepSampler(Protocol):
+    """Draws and scores: `Sampler`."""
+
+    def sample(self, plan: StepPlan, logits: Any) -> StepResult:
+        """One result per chunk."""
+
+
+class EngineCore:
+    """Executes programs step by step.
+
+    Args:
+        config: what was resolved.
+        tokenizer, runner, sampler: the model.
+        executor: runs jobs (encoding, compiling) off the step loop; `None` runs them at once.
+        emit: receives (program, event), in order.
+        clock: seconds.
+        wake: called from an executor's thread when a job is done.
+    """
+
+    def __init__(
+        self,
+        config: ResolvedConfig,
+        tokenizer: Tokenizer,
+        runner: Runner,
+        sampler: StepSampler,
+        *,
+        emit: Callable[[int, Event], None],
+        executor: Executor | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        wake: Callable[[], None] = lambda: None,
+        limits: Limits = DEFAULT_LIMITS,
+    ) -> None:
+        self.epoch = uuid.uuid4().hex
+        self.config = config
+        self.tokenizer = tokenizer
+        self.stats = Stats()
+        self.scheduler = Scheduler(config, self.stats, limits)
+        self.compiler = GrammarCompiler(
+            tokenizer.to_json(), tokenizer.vocab_size, sorted(tokenizer.eos_ids), limits=limits
+        )
+        self.now = clock
+        self._runner = runner
+        self._sampler = sampler
+        self._emit = emit
+        self._executor = executor
+        self._wake = wake
+        self._programs: dict[int, ProgramRun] = {}
+        self._watchers: dict[int, ProgramRun] = {}
+        self._done_jobs: deque[tuple[Future[Any], Callable[[Any, SglError | None], None]]] = deque()
+        self._failed_steps = 0
+
+    # --- programs ---
+
+    def open(self, program: int, options: ProgramOptions) -> None:
+        """Start a program."""
+        if program in self._programs:
+            raise InternalError(f"program {program} is open already")
+        self._programs[program] = ProgramRun(program, options, self)
+        self.stats.programs += 1
+
+    def submit(self, program: int, graph: Graph, *, finish: bool = False) -> None:
+        """Execute a fragment; one that comes after its program ended is dropped, as the client has been told."""
+        run = self._programs.get(program)
+        if run is not None:
+            run.submit(graph, finish=finish)
+
+    def read_state(self, program: int, branch: int, reply: Reply) -> None:
+        """Answer with a branch's text after everything submitted so far."""
+        run = self._programs.get(program)
+        if run is None:
+            reply(None, StateLost("the program has ended", hint="read a state while its program runs"))
+        else:
+            run.read_state(branch, reply)
+
+    def cancel(self, program: int) -> None:
+        """Stop a program; unknown or ended ones are no error."""
+        run = self._programs.get(program)
+        if run is not None:
+            run.cancel()
+
+    def cancel_all(self, error: SglError | None = None) -> None:
+        """End every program."""
+        for run in list(self._programs.values()):
+            run.fail(error or EngineDead("the engine was shut down"))
+
+    # --- the step ---
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `step` would compute anything."""
+        return self.scheduler.has_work
+
+    def step(self) -> bool:
+        """Advance every planned sequence; False when there was nothing to do."""
+        self.finish_jobs()
+        self._check_deadlines()
+        plan = self.scheduler.schedule()
+        if not plan.chunks:
+            return False
+        try:
+            logits = self._runner.forward(plan)
+            result = self._sampler.sample(plan, logits)
+            touched = self.scheduler.process(plan, result)
+        except Exception as error:  # noqa: BLE001 - whatever a model or kernel raises must not end the other programs
+            self._fail_step(plan, error)
+            return True
+        self._failed_steps = 0
+        for request in touched:
+            run = self._watchers.get(request.sequence.id)
+            if run is not None:
+                if request.done:
+                    self._watchers.pop(request.sequence.id, None)
+                run.on_request(request)
+        return True
+
+    def finish_jobs(self) -> None:
+        """Hand the results of jobs that are done to their programs."""
+        while self._done_jobs:
+            future, done = self._done_jobs.popleft()
+            _deliver(future.result, done)
+
+    def _fail_step(self, plan: StepPlan, error: Exception) -> None:
+        self._failed_steps += 1
+        failure = InternalError(f"a model step failed: {type(error).__name__}: {error}")
+        failure.__cause__ = error
+        runs = {id(run): run for chunk in plan.chunks if (run := self._watchers.get(chunk.sequence)) is not None}
+        for run in runs.values():
+            run.fail(failure)
+        self.scheduler.reset()
+        if self._failed_steps >= _MAX_FAILED_STEPS:
+            raise failure
+
+    def _check_deadlines(self) -> None:
+        now = self.now()
+        for run in list(self._programs.values()):
+            run.check_deadline(now)
+
+    def next_deadline(self) -> float | None:
+        """The earliest deadline of an open program, on the engine's clock."""
+        return min((run.deadline for run in self._programs.values() if run.deadline is not None), default=None)
+
+    # --- services to programs ---
+
+    def emit(self, program: int, event: Event) -> None:
+        """Send an event to the client."""
+        self._emit(program, event)
+
+    def watch(self, request: Request, run: ProgramRun) -> None:
+        """Tell `run` when `request` gets something."""
+        self._watchers[request.sequence.id] = run
+
+    def ended(self, run: ProgramRun, sequences: Iterable[int]) -> None:
+        """Forget a program and the sequences that it had requests on."""
+        self._programs.pop(run.id, None)
+        for sequence in sequences:
+            self._watchers.pop(sequence, None)
+
+    def run_job(self, job: Callable[[], Any], done: Callable[[Any, SglError | None], None], *, small: bool) -> None:
+        """Run a job; `small` ones, and all without an executor, at once."""
+        if small or self._executor is None:
+            _deliver(job, done)
+            return
+        future = self._executor.submit(job)
+
+        def finished(future: Future[Any]) -> None:
+            self._done_jobs.append((future, done))
+            self._wake()
+
+        future.add_done_callback(finished)
+
+    # --- views ---
+
+    def snapshot(self) -> Stats:
+        """Counters and gauges of now."""
+        self.scheduler.gauge()
+        self.stats.num_programs = len(self._programs)
+        return self.stats
+
+    def flush_cache(self) -> int:
+        """Drop every cached page that no program holds; how many there were."""
+        return self.scheduler.flush()
+
+
+def _deliver(job: Callable[[], Any], done: Callable[[Any, SglError | None], None]) -> None:
+    """Call `done` with what `job` gives, or with the error it raises."""
+    try:
+        result = job()
+    except SglError as error:
+        done(None, error)
+    except Exception as error:  # noqa: BLE001 - a bug in one program's job must not end the others
+        failure = InternalError(f"{type(error).__name__}: {error}")
+        failure.__cause__ = error
+        done(None, failure)
+    else:
+        done(result, None)

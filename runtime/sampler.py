@@ -1,0 +1,161 @@
+"""From logits to tokens and log-probabilities.
+
+Owns the order of the steps: vocabulary padding, penalties, blocked ids, constraint mask, temperature, top-k, top-p,
+min-p, draw. The order is that of SGLang; log-probabilities are those of the model itself, before any of it. Called by
+the engine core between forward and process. Rows are independent: one with NaN, or without an allowed token, fails
+alone and is reported in its `RowResult`.
+
+A draw is a function of (seed, position): a generator is seeded for each row and step, so that neighbours, batch
+composition and retraction never change it.
+
+Shapes: R rows of logits, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import msgspec
+import torch
+
+from sgl.grammars.matcher import allocate_bitmask, bitmask_to_bool
+from sgl.runtime.plan import Chunk, RowResult, SampleSpec, StepPlan, StepResult
+
+_NAN = ("invalid_logits", "the model returned NaN or no finite logit for this row")
+_DEAD_END = ("constraint_dead_end", "the constraint allows no token here")
+
+
+class Sampler:
+    """Samples and scores the rows of a step.
+
+    Args:
+        vocab_size: ids that the tokenizer knows; padding logits beyond it are never drawn.
+    """
+
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+
+    def sample(self, plan: StepPlan, logits: torch.Tensor) -> StepResult:
+        """One result per chunk. `logits` is float32 `[R, V]`, rows in the plan's order; it is not changed."""
+        blocks: list[tuple[Chunk, list[int], torch.Tensor]] = []
+        drawing: list[tuple[int, SampleSpec]] = []  # (row of logits, spec)
+        first = 0
+        for chunk in plan.chunks:
+            offsets = chunk.logit_offsets
+            blocks.append((chunk, offsets, logits[first : first + len(offsets)]))
+            first += len(offsets)
+            if chunk.sample is not None:
+                drawing.append((first - 1, chunk.sample))
+        drawn = iter(self._draw(logits, drawing))
+        rows = []
+        for chunk, offsets, block in blocks:
+            row = next(drawn) if chunk.sample is not None else RowResult(sequence=chunk.sequence)
+            scores, failed = self._score(chunk, offsets, block)
+            rows.append(
+                msgspec.structs.replace(row, sequence=chunk.sequence, scores=scores, failed=row.failed or failed)
+            )
+        return StepResult(rows=tuple(rows))
+
+    def _score(
+        self, chunk: Chunk, offsets: list[int], block: torch.Tensor
+    ) -> tuple[tuple[tuple[float, ...], ...], tuple[str, str] | None]:
+        """The log-probabilities that a chunk asks for, and why there are none."""
+        if not chunk.scores:
+            return (), None
+        wanted = block[[offsets.index(score.offset) for score in chunk.scores], : self.vocab_size]
+        if bool(torch.isnan(wanted).any()):
+            return tuple(() for _ in chunk.scores), _NAN
+        logprobs = torch.log_softmax(wanted, dim=-1)
+        return tuple(tuple(logprobs[i, list(s.token_ids)].tolist()) for i, s in enumerate(chunk.scores)), None
+
+    def _draw(self, logits: torch.Tensor, drawing: list[tuple[int, SampleSpec]]) -> list[RowResult]:
+        if not drawing:
+            return []
+        raw = logits[[row for row, _ in drawing], : self.vocab_size]
+        specs = [spec for _, spec in drawing]
+        broken = (torch.isnan(raw).any(dim=-1) | (raw.max(dim=-1).values == -torch.inf)).tolist()
+        allowed = self._allowed(specs, raw.device)
+        adjusted = raw.clone()
+        for i, spec in enumerate(specs):
+            _penalize(adjusted[i], spec)
+        if allowed is not None:
+            adjusted.masked_fill_(~allowed, -torch.inf)
+        dead = (adjusted.max(dim=-1).values == -torch.inf).tolist()
+        greedy = adjusted.argmax(dim=-1).tolist()
+        results = []
+        for i, spec in enumerate(specs):
+            if broken[i]:
+                results.append(RowResult(sequence=0, failed=_NAN))
+            elif dead[i]:
+                results.append(RowResult(sequence=0, failed=_DEAD_END))
+            else:
+                token = greedy[i] if spec.sampling.temperature < 1e-5 else _draw_row(adjusted[i], spec)
+                results.append(_described(raw[i], token, spec))
+        return results
+
+    def _allowed(self, specs: list[SampleSpec], device: torch.device) -> torch.Tensor | None:
+        """Boolean `[rows, V]` of what the constraints allow; `None` when there is no constraint."""
+        if all(spec.matcher is None for spec in specs):
+            return None
+        bitmask = allocate_bitmask(len(specs), self.vocab_size)
+        for row, spec in enumerate(specs):
+            if spec.matcher is not None:
+                spec.matcher.fill(bitmask, row)
+        return torch.from_numpy(bitmask_to_bool(bitmask, self.vocab_size)).to(device)
+
+
+def _described(raw: torch.Tensor, token: int, spec: SampleSpec) -> RowResult:
+    """The row's result, with log-probabilities when they were asked for."""
+    sampling = spec.sampling
+    if not sampling.return_logprob:
+        return RowResult(sequence=0, token_id=token)
+    logprobs = torch.log_softmax(raw, dim=-1)
+    top: tuple[tuple[int, float], ...] = ()
+    if sampling.top_logprobs_num:
+        values, ids = logprobs.topk(min(sampling.top_logprobs_num, len(logprobs)))
+        top = tuple(zip(ids.tolist(), values.tolist(), strict=True))
+    return RowResult(sequence=0, token_id=token, logprob=float(logprobs[token]), top=top)
+
+
+def _penalize(row: torch.Tensor, spec: SampleSpec) -> None:
+    """Apply penalties over the output so far, and block ids, in place. `row` is `[V]`."""
+    sampling = spec.sampling
+    penalties = (sampling.frequency_penalty, sampling.presence_penalty, sampling.repetition_penalty)
+    if spec.output_ids and penalties != (0.0, 0.0, 1.0):
+        ids, counts = torch.unique(torch.tensor(spec.output_ids), return_counts=True)
+        ids, counts = ids.to(row.device), counts.to(row.device)
+        values = row[ids] - sampling.frequency_penalty * counts - sampling.presence_penalty
+        scale = sampling.repetition_penalty
+        row[ids] = torch.where(values > 0, values / scale, values * scale)
+    blocked = [token for token in spec.blocked_ids if token < len(row)]
+    if blocked:
+        row[blocked] = -torch.inf
+
+
+def _draw_row(row: torch.Tensor, spec: SampleSpec) -> int:
+    """Draw from one row `[V]` of adjusted logits.
+
+    top-p keeps the smallest set of most probable tokens whose probabilities reach `top_p`, the one that crosses it
+    included; min-p keeps those with at least `min_p` times the largest probability. Ties rank by id.
+    """
+    sampling = spec.sampling
+    probs, ids = torch.softmax(row.double() / sampling.temperature, dim=-1).sort(descending=True, stable=True)
+    keep = torch.ones_like(probs, dtype=torch.bool)
+    if sampling.top_k > 0:
+        keep[sampling.top_k :] = False
+    if sampling.top_p < 1.0:
+        keep &= probs.cumsum(dim=-1) - probs < sampling.top_p
+    if sampling.min_p > 0.0:
+        keep &= probs >= sampling.min_p * probs[0]
+    keep[0] = True
+    probs = probs * keep
+    generator = torch.Generator().manual_seed(_mix(spec.seed, spec.position))
+    threshold = torch.rand((), generator=generator, dtype=torch.float64).to(probs.device) * probs.sum()
+    index = int(torch.searchsorted(probs.cumsum(dim=-1), threshold, right=True))
+    return int(ids[min(index, int(keep.sum()) - 1)])
+
+
+def _mix(seed: int, position: int) -> int:
+    """A generator seed in which every bit depends on both."""
+    data = seed.to_bytes(8, "little") + position.to_bytes(8, "little")
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little") >> 1

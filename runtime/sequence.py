@@ -1,0 +1,120 @@
+"""A token sequence and the work that is asked of it.
+
+Owns `Sequence` (ids, page table, place in the radix tree) and `Request` (what to compute on a sequence and what came of
+it). The scheduler alone changes pages, tree position and usage; the program run appends ids while no request is active.
+
+Layout of a sequence:
+
+    token_ids  |---- shared ----|-- own --|-- not computed --|
+               0           num_shared  num_computed     len(token_ids)
+
+`shared` tokens lie on pages of the radix tree (locked through `node`), `own` ones on pages of this sequence alone.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from sgl.lang.graph import Usage
+from sgl.runtime.plan import RowResult, SampleSpec
+from sgl.runtime.radix import RadixNode
+
+
+class Sequence:
+    """Token ids with their place in the KV cache."""
+
+    __slots__ = ("id", "namespace", "node", "num_computed", "num_shared", "pages", "token_ids")
+
+    def __init__(self, id: int, namespace: str = "", token_ids: list[int] | None = None) -> None:
+        self.id = id
+        self.namespace = namespace
+        self.token_ids = token_ids if token_ids is not None else []
+        self.pages: list[int] = []
+        self.node: RadixNode | None = None
+        self.num_shared = 0
+        self.num_computed = 0
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+
+class Sampled(Protocol):
+    """What draws tokens for a request: `Generation`. `failed` is an error code and a reason."""
+
+    failed: tuple[str, str] | None
+
+    def spec(self) -> SampleSpec:
+        """How to draw the next token."""
+
+    def push(self, row: RowResult) -> int | None:
+        """Take the drawn token; the id to append to the sequence, or `None` when the generation ended without it."""
+
+    @property
+    def finished(self) -> bool:
+        """Whether nothing more is to be drawn."""
+
+
+class Request:
+    """Compute a sequence to its end and then sample, or return log-probabilities.
+
+    Args:
+        sequence: what to compute; its ids at this moment are the prompt.
+        priority: larger runs earlier.
+        generation: draws tokens after the prompt; `None` computes the prompt only.
+        scores: position -> ids whose log-probabilities are wanted after the token there.
+        new_tokens: most tokens that will be appended.
+        score_only: an option of a select: only what it computes itself counts as its prompt.
+        option: number of the option whose unconditional score this is.
+    """
+
+    def __init__(
+        self,
+        sequence: Sequence,
+        *,
+        generation: Sampled | None = None,
+        scores: dict[int, tuple[int, ...]] | None = None,
+        new_tokens: int = 0,
+        priority: int = 0,
+        score_only: bool = False,
+        option: int | None = None,
+    ) -> None:
+        self.sequence = sequence
+        self.generation = generation
+        self.scores = scores or {}
+        self.new_tokens = new_tokens
+        self.priority = priority
+        self.score_only = score_only
+        self.option = option
+        self.prompt_len = len(sequence)
+        self.accounted = 0
+        self.logprobs: dict[int, tuple[float, ...]] = {}
+        self.failed: tuple[str, str] | None = None
+        self.queued = False
+        self.done = False
+        self.cached_tokens = 0
+        self.prefill_tokens = 0
+        self.completion_tokens = 0
+        self.recomputed_tokens = 0
+
+    def account_found(self, start: int, end: int) -> None:
+        """Positions `start .. end` were found in the cache."""
+        if not self.score_only:
+            self.cached_tokens += max(0, min(end, self.prompt_len) - max(start, self.accounted))
+        self.accounted = max(self.accounted, end)
+
+    def account_computed(self, start: int, end: int) -> None:
+        """Positions `start .. end` are computed by this step."""
+        self.recomputed_tokens += max(0, min(end, self.accounted) - start)
+        self.prefill_tokens += max(0, min(end, self.prompt_len) - max(start, self.accounted))
+        self.accounted = max(self.accounted, end)
+
+    def usage(self) -> Usage:
+        """Tokens so far."""
+        return Usage(
+            prompt_tokens=self.cached_tokens + self.prefill_tokens,
+            cached_tokens=self.cached_tokens,
+            prefill_tokens=self.prefill_tokens,
+            completion_tokens=self.completion_tokens,
+            scored_tokens=self.prefill_tokens if self.score_only else 0,
+            recomputed_tokens=self.recomputed_tokens,
+        )

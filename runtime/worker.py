@@ -1,0 +1,252 @@
+"""The worker process: one engine core behind one socket.
+
+Owns the process: start-up, the loop `receive -> step -> send`, and every way to end. The client starts it with a socket
+address and a pipe; the pipe's end of file means that the client is gone, whatever way it went, and the worker exits at
+once. Nothing is read from the environment but the model cache's location.
+
+Exit status: 0 after `Shutdown` or when the client is gone, 1 when the engine failed (the client was told why).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import zmq
+
+from sgl.errors import InternalError, SglError
+from sgl.lang.graph import PROTOCOL, Event, StateText
+from sgl.runtime.config import config_from_mapping, resolve
+from sgl.runtime.core import EngineCore
+from sgl.runtime.messages import (
+    Cancel,
+    Events,
+    Failed,
+    FlushCache,
+    FlushReply,
+    GetStats,
+    Hello,
+    Open,
+    Progress,
+    ReadState,
+    Ready,
+    Shutdown,
+    StateReply,
+    StatsReply,
+    Submit,
+    ToClient,
+    pack,
+    unpack_to_worker,
+)
+from sgl.runtime.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from sgl.runtime.loading.checkpoint import Checkpoint
+
+log = logging.getLogger("sgl.worker")
+
+
+class Worker:
+    """Drives an engine core from a socket.
+
+    Args:
+        socket: a connected PAIR socket.
+    """
+
+    def __init__(self, socket: zmq.Socket[bytes]) -> None:
+        self._socket = socket
+        self._events: list[tuple[int, Event]] = []
+        self._wake_read, self._wake_write = os.pipe()
+        os.set_blocking(self._wake_read, False)
+        self._poller = zmq.Poller()
+        self._poller.register(socket, zmq.POLLIN)
+        self._poller.register(self._wake_read, zmq.POLLIN)
+
+    def run(self) -> None:
+        """Serve until `Shutdown`. Raises what ends the engine."""
+        hello = unpack_to_worker(self._socket.recv())
+        if not isinstance(hello, Hello) or hello.protocol != PROTOCOL:
+            raise InternalError(f"the client does not speak protocol {PROTOCOL}")
+        self._core, info = self._start(hello.config)
+        self._send(Ready(epoch=self._core.epoch, info=info))
+        while True:
+            timeout = 0 if self._core.has_work else self._idle_timeout()
+            self._poller.poll(timeout)
+            self._drain_wakes()
+            while self._socket.poll(0):
+                if not self._handle(self._socket.recv()):
+                    return
+            self._core.step()
+            self._flush_events()
+
+    def _start(self, given: dict[str, Any]) -> tuple[EngineCore, dict[str, Any]]:
+        config = config_from_mapping(given)
+        logging.getLogger("sgl").setLevel(config.log_level.upper())
+
+        # Imported here: torch takes seconds, and a wrong option is told before.
+        from sgl.runtime.loading.checkpoint import open_checkpoint
+        from sgl.runtime.loading.facts import gather_facts
+        from sgl.runtime.loading.sources import locate
+        from sgl.runtime.model_runner import ModelRunner
+        from sgl.runtime.sampler import Sampler
+
+        def progress(text: str) -> None:
+            self._send(Progress(text))
+
+        def downloading(done: int, total: int | None) -> None:
+            whole = f" of {total / 2**20:.0f}" if total else ""
+            progress(f"fetching {config.model_path}: {done / 2**20:.0f}{whole} MiB")
+
+        source = locate(
+            config.model_path, load_format=config.load_format, offline=config.offline, progress=downloading
+        )
+        checkpoint = open_checkpoint(source)
+        tokenizer = _tokenizer_of(checkpoint, config.tokenizer_path)
+        resolved = resolve(config, gather_facts(checkpoint.config))
+        progress(
+            f"loading {source.name}: {resolved.weights_bytes / 2**20:.0f} MiB of weights, "
+            f"{resolved.pool_tokens * resolved.kv_bytes_per_token / 2**20:.0f} MiB for {resolved.pool_tokens} tokens"
+        )
+        model = checkpoint.build_model(resolved.dtype, resolved.device)
+        runner = ModelRunner(model, checkpoint.config, resolved)
+        core = EngineCore(
+            resolved,
+            tokenizer,
+            runner,
+            Sampler(min(tokenizer.vocab_size, checkpoint.config.vocab_size)),
+            emit=lambda program, event: self._events.append((program, event)),
+            executor=ThreadPoolExecutor(1, thread_name_prefix="sgl-jobs"),
+            wake=self._wake,
+        )
+        info = {
+            "model": source.name,
+            "model_path": str(source.path) if source.path else source.name,
+            "architecture": checkpoint.config.architecture,
+            "vocab_size": tokenizer.vocab_size,
+            "resolved": msgspec.to_builtins(resolved),
+        }
+        return core, info
+
+    def _handle(self, frame: bytes) -> bool:
+        """Act on one message; False when it says to end."""
+        core = self._core
+        message = unpack_to_worker(frame)
+        match message:
+            case Submit():
+                if message.open is not None:
+                    core.open(message.program, message.open)
+                core.submit(message.program, message.graph, finish=message.finish)
+            case Open():
+                core.open(message.program, message.options)
+            case ReadState():
+                program, request = message.program, message.request
+
+                def reply(state: StateText | None, error: SglError | None) -> None:
+                    self._flush_events()
+                    info = error.to_info() if error is not None else None
+                    self._send(StateReply(program=program, request=request, state=state, error=info))
+
+                core.read_state(program, message.branch, reply)
+            case Cancel():
+                core.cancel(message.program)
+            case GetStats():
+                stats = core.snapshot()
+                broken: SglError | None = None
+                if message.check:
+                    try:
+                        stats.check()
+                    except SglError as error:
+                        broken = error
+                self._send(
+                    StatsReply(
+                        request=message.request,
+                        stats=stats.as_dict(),
+                        error=broken.to_info() if broken is not None else None,
+                    )
+                )
+            case FlushCache():
+                self._send(FlushReply(request=message.request, pages=core.flush_cache()))
+            case Shutdown():
+                core.cancel_all()
+                self._flush_events()
+                return False
+            case Hello():
+                raise InternalError("the client said hello twice")
+        return True
+
+    def _flush_events(self) -> None:
+        if self._events:
+            events = tuple(self._events)
+            self._events.clear()
+            self._send(Events(events))
+
+    def _send(self, message: ToClient) -> None:
+        self._socket.send(pack(message))
+
+    def _wake(self) -> None:
+        os.write(self._wake_write, b"w")
+
+    def _drain_wakes(self) -> None:
+        try:
+            os.read(self._wake_read, 4096)
+        except BlockingIOError:
+            return
+
+    def _idle_timeout(self) -> int | None:
+        """Milliseconds until the next deadline; `None` without one."""
+        deadline = self._core.next_deadline()
+        return None if deadline is None else max(0, int((deadline - self._core.now()) * 1000) + 1)
+
+
+def _tokenizer_of(checkpoint: Checkpoint, tokenizer_path: str | None) -> Tokenizer:
+    """The tokenizer in a folder of its own, in the GGUF file, or beside the weights; bytes for the built-in shape."""
+    if tokenizer_path is not None:
+        return Tokenizer.from_folder(tokenizer_path)
+    if checkpoint.gguf_metadata is not None:
+        return Tokenizer.from_gguf(checkpoint.gguf_metadata)
+    if checkpoint.folder is not None:
+        return Tokenizer.from_folder(checkpoint.folder)
+    return Tokenizer.toy()
+
+
+def _exit_with_parent(pipe: int) -> None:
+    """End this process when the pipe to the client closes, even in the middle of a step."""
+
+    def watch() -> None:
+        os.read(pipe, 1)
+        os._exit(0)
+
+    threading.Thread(target=watch, name="sgl-parent", daemon=True).start()
+
+
+def main(address: str, pipe: int) -> None:
+    """Serve the client at `address` until it says to end, or is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal group; the client decides
+    _exit_with_parent(pipe)
+    context = zmq.Context()
+    socket: zmq.Socket[bytes] = context.socket(zmq.PAIR)
+    socket.setsockopt(zmq.LINGER, 2000)
+    socket.setsockopt(zmq.SNDHWM, 0)
+    socket.setsockopt(zmq.RCVHWM, 0)
+    socket.connect(address)
+    status = 0
+    try:
+        Worker(socket).run()
+    except SglError as error:
+        socket.send(pack(Failed(error.to_info())))
+        status = 1
+    except Exception as error:
+        log.exception("the worker ends")
+        socket.send(pack(Failed(InternalError(f"{type(error).__name__}: {error}").to_info())))
+        status = 1
+    socket.close()
+    context.term()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)  # threads of torch and of jobs have nothing left to say
