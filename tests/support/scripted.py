@@ -1,0 +1,131 @@
+"""A model that is a pure function of its context, over a real page table.
+
+`ScriptedRunner` keeps the token id of every page slot where a model keeps keys and values. The logits after a token
+are derived from the ids that it finds through the chunk's page table, so a page that was shared wrongly, overwritten,
+or read before it was written changes the output, and `expected_greedy` tells what is right without any cache.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+
+from sgl.grammars.compiler import GrammarCompiler  # noqa: F401  (fails early and clearly when the room is missing)
+from sgl.lang.graph import Event
+from sgl.runtime.config import ResolvedConfig
+from sgl.runtime.core import EngineCore
+from sgl.runtime.plan import StepPlan
+from sgl.runtime.sampler import Sampler
+from sgl.runtime.text.tokenizer import Tokenizer
+
+VOCAB = 512
+UNWRITTEN = -1
+
+
+def scripted_logits(context: Sequence[int]) -> np.ndarray:
+    """Logits `[VOCAB]` after `context`: printable bytes are likely, specials are not."""
+    seed = hashlib.blake2b(np.asarray(context, dtype=np.int32).tobytes(), digest_size=8).digest()
+    values = np.random.default_rng(int.from_bytes(seed, "little")).normal(size=VOCAB).astype(np.float32)
+    values[:32] -= 20
+    values[127:] -= 20
+    return values
+
+
+def expected_greedy(prompt: Sequence[int], num_tokens: int) -> list[int]:
+    """What greedy decoding gives, computed without pages."""
+    context = list(prompt)
+    for _ in range(num_tokens):
+        context.append(int(scripted_logits(context).argmax()))
+    return context[len(prompt) :]
+
+
+class ScriptedRunner:
+    """Computes plans from the script.
+
+    Args:
+        num_pages, page_size: the pool.
+        hook: called with each plan before it is computed; may raise, or sleep.
+    """
+
+    def __init__(self, num_pages: int, page_size: int, hook: Callable[[StepPlan], None] | None = None) -> None:
+        self.slots = np.full(num_pages * page_size, UNWRITTEN, dtype=np.int64)
+        self.page_size = page_size
+        self.hook = hook
+        self.nan_sequences: set[int] = set()
+        self.plans: list[StepPlan] = []
+
+    def forward(self, plan: StepPlan) -> torch.Tensor:
+        self.plans.append(plan)
+        if self.hook is not None:
+            self.hook(plan)
+        for chunk in plan.chunks:
+            self.slots[self._slots(chunk.page_table, chunk.start, chunk.end)] = chunk.token_ids
+        rows = []
+        for chunk in plan.chunks:
+            context = self.slots[self._slots(chunk.page_table, 0, chunk.end)]
+            assert UNWRITTEN not in context, "a chunk reads a slot that nobody wrote"
+            for offset in chunk.logit_offsets:
+                row = scripted_logits(context[: chunk.start + offset + 1])
+                rows.append(np.full_like(row, np.nan) if chunk.sequence in self.nan_sequences else row)
+        return torch.from_numpy(np.stack(rows)) if rows else torch.zeros(0, VOCAB)
+
+    def _slots(self, page_table: np.ndarray, start: int, end: int) -> np.ndarray:
+        positions = np.arange(start, end)
+        return page_table[positions // self.page_size].astype(np.int64) * self.page_size + positions % self.page_size
+
+
+def small_config(**changes: object) -> ResolvedConfig:
+    """A pool of 256 pages of one token, 64 tokens a step."""
+    fields: dict[str, object] = {
+        "dtype": "float32",
+        "device": "cpu",
+        "context_len": 200,
+        "page_size": 1,
+        "num_pages": 256,
+        "max_running_requests": 16,
+        "chunked_prefill_size": 64,
+        "disable_radix_cache": False,
+        "rerender": "template",
+        "random_seed": 0,
+        "num_threads": 1,
+        "weights_bytes": 0,
+        "kv_bytes_per_token": 0,
+    }
+    return ResolvedConfig(**{**fields, **changes})  # type: ignore[arg-type]
+
+
+class Rig:
+    """An engine core on the scripted model with a fake clock; collects events by program."""
+
+    tokenizer = Tokenizer.toy()
+
+    def __init__(self, hook: Callable[[StepPlan], None] | None = None, **changes: object) -> None:
+        config = small_config(**changes)
+        self.runner = ScriptedRunner(config.num_pages, config.page_size, hook)
+        self.time = 0.0
+        self.events: dict[int, list[Event]] = {}
+        self.core = EngineCore(
+            config,
+            self.tokenizer,
+            self.runner,
+            Sampler(self.tokenizer.vocab_size),
+            emit=lambda program, event: self.events.setdefault(program, []).append(event),
+            clock=lambda: self.time,
+        )
+
+    def run(self, most_steps: int = 10_000) -> int:
+        """Step until nothing is left, checking both laws after each; the number of steps."""
+        steps = 0
+        while self.core.has_work:
+            assert steps < most_steps, "the engine makes no progress"
+            self.core.step()
+            self.core.snapshot().check()
+            steps += 1
+        return steps
+
+    def of(self, program: int, kind: type) -> list:
+        """Events of one kind."""
+        return [event for event in self.events.get(program, []) if isinstance(event, kind)]
