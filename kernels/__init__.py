@@ -35,5 +35,8 @@ _REFERENCES = {
     "paged_attention": "sgl.kernels.attention",
 }
 
-for _op, _module in _REFERENCES.items():
-    registry.register(_op, "torch")(_lazily(_module, _op))
+# From the repository root this folder also answers to the bare name `kernels`, under which transformers looks for
+# another package; a second run under that name must not register everything twice.
+if __name__ == "sgl.kernels":
+    for _op, _module in _REFERENCES.items():
+        registry.register(_op, "torch")(_lazily(_module, _op))

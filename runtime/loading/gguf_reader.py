@@ -29,6 +29,8 @@ _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: 
 _MAX_DIMS = 4
 _MAX_NESTING = 4
 _DEFAULT_ALIGNMENT = 32
+_ROW_BLOCKS = 512
+"""Blocks per row given to the dequantizer: 16 such rows stay in the processor's cache."""
 # Smallest possible entries: an empty name with its lengths. They bound the counts before anything is allocated.
 _MIN_FIELD_BYTES = 8 + 4 + 1
 _MIN_TENSOR_BYTES = 8 + 4 + 8 + 4 + 8
@@ -79,13 +81,26 @@ class GGUFFile:
         if info.type_name == "F16":
             return raw.view(np.float16).astype(np.float32).reshape(info.shape)
         try:
-            values = quants.dequantize(raw.reshape(*info.shape[:-1], -1), kind)
+            # Blocks are independent, and the package works on 16 rows at a time: long rows save it most of its time.
+            values = quants.dequantize(raw.reshape(_even_rows(info.num_bytes // _type_bytes(kind)), -1), kind)
         except NotImplementedError:
             raise UnsupportedModel(
                 f"tensor {name} of {self.path} is of type {info.type_name}, which cannot be dequantized here",
                 hint="convert the file to a type such as Q4_K, Q8_0 or F16",
             ) from None
         return np.asarray(values, dtype=np.float32).reshape(info.shape)
+
+
+def _type_bytes(kind: Any) -> int:
+    from gguf import GGML_QUANT_SIZES
+
+    return int(GGML_QUANT_SIZES[kind][1])
+
+
+def _even_rows(num_blocks: int) -> int:
+    """The number of rows that cuts `num_blocks` evenly with the fewest rows of at most `_ROW_BLOCKS` blocks."""
+    rows = -(-num_blocks // _ROW_BLOCKS)
+    return next(count for count in range(rows, num_blocks + 1) if num_blocks % count == 0)
 
 
 class _Header:
