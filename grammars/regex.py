@@ -1,19 +1,18 @@
 """Python regular expressions, as far as they are regular, in the dialect of the grammar engine.
 
 Owns the translation of a pattern in the syntax of `re` (or of a JSON schema's `pattern`, which is ECMA-262) into the
-syntax of Rust's `regex` crate, which llguidance reads, with the meaning unchanged. The two dialects read alike but differ
-in `\\d`, `\\w`, `\\s`, `.`, `$` and in case folding, so a pattern is parsed by Python's own parser and every character
+syntax of Rust's `regex` crate, which llguidance reads, with the meaning unchanged. The two read alike but differ in `\\d`, `\\w`, `\\s`, `.`, `$` and in case folding, so a pattern is parsed by Python's own parser and every character
 class is written out as ranges of code points. No grammar engine is imported here.
 
-What is not regular is refused: look-around, back-references, conditionals, atomic groups, possessive repeats; and anchors or word
-boundaries in the middle of a pattern. Lazy repeats are ordinary ones, since the whole text must match anyway.
+What is not regular is refused: look-around, back-references, conditionals, atomic groups, possessive repeats; and so are
+anchors or word boundaries in the middle of a pattern. Lazy repeats are ordinary ones, since the whole text must match.
 """
 
 from __future__ import annotations
 
 import re
-import re._constants as sre
-import re._parser as sre_parser  # type: ignore[import-untyped,unused-ignore]
+import re._constants as sre  # type: ignore[import-not-found]
+import re._parser as sre_parser  # type: ignore[import-not-found]
 import sys
 import warnings
 from collections.abc import Iterable
@@ -33,6 +32,7 @@ class Dialect(Enum):
 
 
 Range: TypeAlias = tuple[int, int]
+_EVERYTHING: tuple[Range, ...] = ((0, 0x10FFFF),)
 
 _ECMA_SPACES: dict[Any, tuple[Range, ...]] = {
     sre.CATEGORY_SPACE: (
@@ -193,18 +193,19 @@ class _Writer:
             body = self.sequence(list(items), inner, depth + 1, at_start=at_start, at_end=at_end)
             return body if len(items) == 1 and items[0][0] is sre.BRANCH else f"(?:{body})"
         if op in (sre.MAX_REPEAT, sre.MIN_REPEAT):
-            return self.repeat(*value, flags, depth, at_start=at_start, at_end=at_end)
+            low, high, items = value
+            return self.repeat(low, high, items, flags, depth, at_start=at_start, at_end=at_end)
         if op is sre.AT:
             if (value in _STARTS and at_start) or (value in _ENDS and at_end):
                 return ""
             if value in _STARTS or value in _ENDS:
-                raise self.refuse("an anchor in the middle", "keep ^ and $ at the ends; the whole output must match anyway")
+                raise self.refuse(
+                    "an anchor in the middle", "keep ^ and $ at the ends; the whole output must match anyway"
+                )
             raise self.refuse("a word boundary", "write out what stands at the boundary")
         raise self.refuse(f"{op}", "write it with classes, groups, | and repeats")
 
-    def repeat(
-        self, low: int, high: Any, items: Any, flags: int, depth: int, *, at_start: bool, at_end: bool
-    ) -> str:
+    def repeat(self, low: int, high: Any, items: Any, flags: int, depth: int, *, at_start: bool, at_end: bool) -> str:
         once = high == 1
         body = self.sequence(list(items), flags, depth + 1, at_start=at_start and once, at_end=at_end and once)
         for count in (low, 0 if high is sre.MAXREPEAT else high):
@@ -244,7 +245,10 @@ class _Writer:
             folding = re.IGNORECASE | (re.ASCII if flags & re.ASCII else 0)
             found = re.findall(f"[{source}]", _cased(), folding) if source else []
             positive = _merged([*positive, *((ord(char), ord(char)) for char in found)])
-        return _class_text(positive, any(op is sre.NEGATE for op, _ in items))
+        negate = any(op is sre.NEGATE for op, _ in items)
+        if not positive or (negate and positive == _EVERYTHING):
+            raise self.refuse("a class that no character is in", "remove it")
+        return _class_text(positive, negate)
 
 
 def _is_atom(op: Any) -> bool:
@@ -264,8 +268,6 @@ def _class_text(ranges: tuple[Range, ...], negate: bool) -> str:
         for a, b in ((low, min(high, 0xD7FF)), (max(low, 0xE000), high)):
             if a <= b:
                 parts.append(_escaped(a) if a == b else f"{_escaped(a)}-{_escaped(b)}")
-    if not parts:
-        return "(?s:.)" if negate else "[^\\x{0}-\\x{10FFFF}]"
     return f"[{'^' if negate else ''}{''.join(parts)}]"
 
 

@@ -1,0 +1,459 @@
+"""Which JSON schema keywords each backend enforces, and the walker that refuses all others.
+
+Owns one table per backend: every keyword with what it holds and whether the backend enforces it, carries no constraint,
+or must be refused, with the reason. Called by `sgl.grammars.compiler` before any backend sees a schema. A keyword that
+a backend would silently ignore never passes: the caller would believe in a constraint that nothing enforces. No grammar
+engine and no torch are imported. The semantics are those of draft 2020-12.
+
+What depends on values (whether a `oneOf` is provably exclusive, whether merged schemas can be satisfied) is left to the
+backend, which refuses it at compilation.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+from collections.abc import Iterator
+from enum import Enum
+from typing import Any, NoReturn, TypeAlias
+from urllib.parse import unquote
+
+import msgspec
+
+from sgl.errors import ConstraintTooComplex, InvalidConstraint, InvalidRegex, InvalidSchema, UnsupportedSchema
+from sgl.grammars.regex import Dialect, translate
+from sgl.limits import DEFAULT_LIMITS, Limits
+
+Schema: TypeAlias = dict[str, Any] | bool
+
+
+class Kind(Enum):
+    """What a keyword's value must be; the value is the wording for messages."""
+
+    SCHEMA = "a schema (an object or a boolean)"
+    SCHEMAS = "a list of at least one schema"
+    SCHEMA_MAP = "an object whose values are schemas"
+    COUNT = "an integer of at least 0"
+    NUMBER = "a finite number of at most 2**53 in size"
+    POSITIVE = "a number above 0"
+    BOOLEAN = "true or false"
+    STRING = "a string"
+    STRINGS = "a list of strings"
+    TYPE = "a type name or a list of them"
+    VALUES = "a list of at least one value"
+    ANYTHING = "any value"
+
+
+class Support(Enum):
+    """What a backend does with a keyword."""
+
+    ENFORCED = "enforced"
+    ANNOTATION = "annotation"  # constrains nothing; left out of what the backend sees
+    REFUSED = "refused"  # constrains, but this backend would ignore or reject it
+
+
+class Keyword(msgspec.Struct, frozen=True):
+    """One row of a table.
+
+    Args:
+        kind: what its value must be.
+        support: what the backend does with it.
+        reason: why it is refused, or how far it is enforced.
+        hint: what to write instead.
+    """
+
+    kind: Kind
+    support: Support = Support.ENFORCED
+    reason: str = ""
+    hint: str = ""
+
+
+def _enforced(kind: Kind, reason: str = "") -> Keyword:
+    return Keyword(kind, Support.ENFORCED, reason)
+
+
+def _annotation(kind: Kind = Kind.ANYTHING, reason: str = "describes the value, constrains nothing") -> Keyword:
+    return Keyword(kind, Support.ANNOTATION, reason)
+
+
+def _refused(reason: str, hint: str) -> Keyword:
+    return Keyword(Kind.ANYTHING, Support.REFUSED, reason, hint)
+
+
+_LLGUIDANCE: dict[str, Keyword] = {
+    # structure
+    "$ref": _enforced(Kind.STRING, "within the document only"),
+    "$defs": _enforced(Kind.SCHEMA_MAP),
+    "definitions": _enforced(Kind.SCHEMA_MAP),
+    "$anchor": _enforced(Kind.STRING),
+    "allOf": _enforced(Kind.SCHEMAS, "merged; a merge that it cannot compute is refused at compilation"),
+    "anyOf": _enforced(Kind.SCHEMAS),
+    "oneOf": _enforced(Kind.SCHEMAS, "where the branches are provably exclusive; others are refused at compilation"),
+    # any type
+    "type": _enforced(Kind.TYPE),
+    "enum": _enforced(Kind.VALUES),
+    "const": _enforced(Kind.ANYTHING),
+    # objects
+    "properties": _enforced(Kind.SCHEMA_MAP, "written in this order"),
+    "patternProperties": _enforced(Kind.SCHEMA_MAP, "patterns must be disjoint; overlaps are refused at compilation"),
+    "additionalProperties": _enforced(Kind.SCHEMA),
+    "required": _enforced(Kind.STRINGS),
+    "minProperties": _enforced(Kind.COUNT, "up to one more than `required`: undeclared keys may repeat"),
+    "maxProperties": _enforced(Kind.COUNT, "when every declared property is required"),
+    # arrays
+    "items": _enforced(Kind.SCHEMA),
+    "prefixItems": _enforced(Kind.SCHEMAS),
+    "minItems": _enforced(Kind.COUNT),
+    "maxItems": _enforced(Kind.COUNT),
+    # strings
+    "minLength": _enforced(Kind.COUNT),
+    "maxLength": _enforced(Kind.COUNT),
+    "pattern": _enforced(Kind.STRING, "translated from ECMA-262; what is not regular is refused"),
+    "format": _enforced(Kind.STRING, "the names in FORMATS"),
+    # numbers
+    "minimum": _enforced(Kind.NUMBER),
+    "maximum": _enforced(Kind.NUMBER),
+    "exclusiveMinimum": _enforced(Kind.NUMBER),
+    "exclusiveMaximum": _enforced(Kind.NUMBER),
+    "multipleOf": _enforced(Kind.POSITIVE),
+    # enforced by nobody here
+    "uniqueItems": _refused("a grammar cannot compare items", "use an enum of whole arrays, or check after decoding"),
+    "not": _refused("complements are not computed", "say what is allowed instead"),
+    "if": _refused("conditions are not computed", "write the cases as anyOf, each with its own properties"),
+    "then": _refused("conditions are not computed", "write the cases as anyOf, each with its own properties"),
+    "else": _refused("conditions are not computed", "write the cases as anyOf, each with its own properties"),
+    "contains": _refused("items are not counted", "describe the array with prefixItems and items"),
+    "minContains": _refused("items are not counted", "describe the array with prefixItems and items"),
+    "maxContains": _refused("items are not counted", "describe the array with prefixItems and items"),
+    "propertyNames": _refused("names are not constrained on their own", "use patternProperties"),
+    "dependentRequired": _refused("presence is not related", "write the cases as anyOf, each with its own required"),
+    "dependentSchemas": _refused("presence is not related", "write the cases as anyOf"),
+    "dependencies": _refused("presence is not related", "write the cases as anyOf"),
+    "unevaluatedProperties": _refused("evaluation is not tracked", "use additionalProperties in each branch"),
+    "unevaluatedItems": _refused("evaluation is not tracked", "use items after prefixItems"),
+    "additionalItems": _refused("it is ignored since draft 2020-12", "use prefixItems, and items for the rest"),
+    "contentEncoding": _refused("the text's encoding is not enforced", "use pattern"),
+    "contentMediaType": _refused("the text's content is not enforced", "use pattern"),
+    "contentSchema": _refused("the text's content is not enforced", "use pattern"),
+    "nullable": _refused("JSON schema has no such keyword", 'use "type": ["string", "null"]'),
+    "$dynamicRef": _refused("dynamic references are not resolved", "use $ref"),
+    "$dynamicAnchor": _refused("dynamic references are not resolved", "use $anchor and $ref"),
+    "$recursiveRef": _refused("dynamic references are not resolved", "use $ref"),
+    "$recursiveAnchor": _refused("dynamic references are not resolved", "use $anchor and $ref"),
+    "$vocabulary": _refused("vocabularies are not loaded", "remove it"),
+    "id": _refused("it is draft 4's spelling", "use $id at the root, or remove it"),
+    "x-guidance": _refused("it would switch checks of the backend off", "use JsonSchema.whitespace for white space"),
+    # annotations
+    "$schema": _annotation(Kind.STRING, "names the draft; draft 2020-12 is what is enforced"),
+    "$id": _annotation(Kind.STRING, "at the root only"),
+    "$comment": _annotation(Kind.STRING),
+    "title": _annotation(),
+    "description": _annotation(),
+    "default": _annotation(),
+    "example": _annotation(),
+    "examples": _annotation(),
+    "deprecated": _annotation(),
+    "readOnly": _annotation(),
+    "writeOnly": _annotation(),
+    "externalDocs": _annotation(),
+    "discriminator": _annotation(reason="a remark on anyOf and oneOf, which carry the constraint"),
+}
+
+TABLES: dict[str, dict[str, Keyword]] = {"llguidance": _LLGUIDANCE}
+"""Backend -> keyword -> what becomes of it. Words that begin with `x-` and are not listed are annotations."""
+
+FORMATS: dict[str, frozenset[str]] = {
+    "llguidance": frozenset(
+        ["date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "uri", "uuid"]
+    ),
+}
+"""Backend -> values of `format` that it enforces."""
+
+TYPES = ("array", "boolean", "integer", "null", "number", "object", "string")
+_LARGEST = 2**53
+
+
+def check_schema(schema_text: str, backend: str = "llguidance", limits: Limits = DEFAULT_LIMITS) -> None:
+    """Check that `backend` would enforce everything that the schema says.
+
+    Args:
+        schema_text: canonical JSON text, see `sgl.grammars.spec.canonical_schema`.
+        backend: a key of `TABLES`.
+
+    Raises:
+        ConstraintTooComplex: larger than `max_schema_bytes` or deeper than `max_json_depth`.
+        InvalidSchema: not JSON, a value of the wrong kind, a reference that leads nowhere; `pointer` says where.
+        UnsupportedSchema: a keyword that `backend` would not enforce; `pointer` says where.
+
+    Example:
+        >>> check_schema('{"type": "array", "items": {"type": "integer"}}')
+        >>> try:
+        ...     check_schema('{"properties": {"a": {"uniqueItems": true}}}')
+        ... except UnsupportedSchema as error:
+        ...     print(error.pointer)
+        /properties/a/uniqueItems
+    """
+    if backend not in TABLES:
+        raise InvalidConstraint(f"no keyword table for backend {backend!r}", hint=f"known: {', '.join(sorted(TABLES))}")
+    _Check(parse_schema(schema_text, limits), backend, limits).run()
+
+
+def parse_schema(schema_text: str, limits: Limits = DEFAULT_LIMITS) -> Schema:
+    """The schema as a value, within the limits of size and depth.
+
+    Raises:
+        ConstraintTooComplex, InvalidSchema: as `check_schema`.
+    """
+    size = len(schema_text.encode("utf-8", "surrogatepass"))
+    if size > limits.max_schema_bytes:
+        raise ConstraintTooComplex(
+            f"the JSON schema has {size} bytes; at most {limits.max_schema_bytes} are allowed",
+            hint="move parts of it into separate generations, or raise limits.max_schema_bytes",
+            pointer="",
+        )
+    try:
+        schema = json.loads(schema_text, parse_constant=_refuse_constant)
+    except RecursionError:
+        raise _too_deep(limits) from None
+    except ValueError as error:
+        raise InvalidSchema(f"the JSON schema is not JSON: {error}", hint="mend the text", pointer="") from None
+    if _is_deeper(schema, limits.max_json_depth):
+        raise _too_deep(limits)
+    if not isinstance(schema, (dict, bool)):
+        raise InvalidSchema(f"the JSON schema is {_shown(schema)}; expected an object or a boolean", pointer="")
+    return schema
+
+
+def subschemas(schema: Schema, pointer: str = "", backend: str = "llguidance") -> Iterator[tuple[str, Schema]]:
+    """(JSON pointer, schema) of a schema and all within it, outermost first.
+
+    Example:
+        >>> [pointer for pointer, _ in subschemas({"properties": {"a/b": {"items": True}}})]
+        ['', '/properties/a~1b', '/properties/a~1b/items']
+    """
+    yield pointer, schema
+    if isinstance(schema, bool):
+        return
+    for word, value in schema.items():
+        for step, child in _children(word, value, backend):
+            yield from subschemas(child, pointer + step, backend)
+
+
+def _children(word: str, value: Any, backend: str) -> Iterator[tuple[str, Schema]]:
+    """(pointer step, schema) of what a keyword's value holds; values of the wrong kind hold nothing."""
+    kind = TABLES[backend][word].kind if word in TABLES[backend] else Kind.ANYTHING
+    held: list[tuple[str, Any]] = []
+    if kind is Kind.SCHEMA:
+        held = [("", value)]
+    elif kind is Kind.SCHEMAS and isinstance(value, list):
+        held = [(f"/{index}", child) for index, child in enumerate(value)]
+    elif kind is Kind.SCHEMA_MAP and isinstance(value, dict):
+        held = [(f"/{_escaped(name)}", child) for name, child in value.items()]
+    for step, child in held:
+        if isinstance(child, (dict, bool)):
+            yield f"/{_escaped(word)}{step}", child
+
+
+class _Check:
+    """One walk over one schema; `run` raises at the first fault."""
+
+    def __init__(self, schema: Schema, backend: str, limits: Limits) -> None:
+        self.schema = schema
+        self.backend = backend
+        self.table = TABLES[backend]
+        self.limits = limits
+        self.places = dict(subschemas(schema, "", backend))
+        self.anchors = {
+            found["$anchor"]: pointer
+            for pointer, found in self.places.items()
+            if isinstance(found, dict) and isinstance(found.get("$anchor"), str)
+        }
+
+    def run(self) -> None:
+        if self.schema is False:
+            raise InvalidSchema("the JSON schema is false, which no value satisfies", hint="use {} for any", pointer="")
+        for pointer, schema in self.places.items():
+            if isinstance(schema, dict):
+                for word, value in schema.items():
+                    self.keyword(f"{pointer}/{_escaped(word)}", word, value, schema)
+        for pointer, schema in self.places.items():
+            self.reference_chain(pointer, schema)
+
+    def keyword(self, pointer: str, word: str, value: Any, schema: dict[str, Any]) -> None:
+        row = self.table.get(word)
+        if row is None:
+            if word.startswith("x-"):
+                return
+            near = difflib.get_close_matches(word, self.table, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else "remove it; names of properties stand inside 'properties'"
+            raise UnsupportedSchema(
+                f"{word!r} at {pointer} is no known JSON schema keyword", hint=hint, pointer=pointer
+            )
+        if row.support is Support.REFUSED:
+            if is_vacuous(word, value, schema):
+                return
+            raise UnsupportedSchema(
+                f"{word!r} at {pointer} is not enforced by {self.backend}: {row.reason}", hint=row.hint, pointer=pointer
+            )
+        self.value(pointer, row.kind, value)
+        if row.support is Support.ANNOTATION:
+            self.annotation(pointer, word)
+        elif word == "$ref":
+            self.resolve(pointer, value)
+        elif word == "format" and value not in FORMATS[self.backend]:
+            raise UnsupportedSchema(
+                f"format {value!r} at {pointer} is not enforced by {self.backend}",
+                hint=f"use pattern or numeric bounds, or one of {', '.join(sorted(FORMATS[self.backend]))}",
+                pointer=pointer,
+            )
+        elif word == "pattern":
+            self.pattern(pointer, value)
+        elif word == "patternProperties":
+            for name in value:
+                self.pattern(f"{pointer}/{_escaped(name)}", name)
+        elif word == "minProperties":
+            self.min_properties(pointer, value, schema)
+
+    def annotation(self, pointer: str, word: str) -> None:
+        if word == "$id" and pointer != "/$id":
+            raise UnsupportedSchema(
+                f"'$id' at {pointer} opens a new base address, which is not followed",
+                hint="keep $id at the root, and refer by '#/$defs/name'",
+                pointer=pointer,
+            )
+
+    def value(self, pointer: str, kind: Kind, value: Any) -> None:
+        """Refuse a value of the wrong kind."""
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        right = {
+            Kind.SCHEMA: isinstance(value, (dict, bool)),
+            Kind.SCHEMAS: isinstance(value, list) and bool(value) and all(isinstance(v, (dict, bool)) for v in value),
+            Kind.SCHEMA_MAP: isinstance(value, dict) and all(isinstance(v, (dict, bool)) for v in value.values()),
+            Kind.COUNT: number and value >= 0 and value == math.floor(value),
+            Kind.NUMBER: number and abs(value) <= _LARGEST,
+            Kind.POSITIVE: number and 0 < value <= _LARGEST,
+            Kind.BOOLEAN: isinstance(value, bool),
+            Kind.STRING: isinstance(value, str),
+            Kind.STRINGS: isinstance(value, list) and all(isinstance(v, str) for v in value),
+            Kind.TYPE: value in TYPES
+            if isinstance(value, str)
+            else isinstance(value, list) and bool(value) and all(v in TYPES for v in value),
+            Kind.VALUES: isinstance(value, list) and bool(value),
+            Kind.ANYTHING: True,
+        }[kind]
+        if right:
+            return
+        wanted = f"{kind.value}: {', '.join(TYPES)}" if kind is Kind.TYPE else kind.value
+        if pointer.endswith("/items") and isinstance(value, list):
+            raise UnsupportedSchema(
+                f"'items' at {pointer} is a list, the form before draft 2020-12",
+                hint="use prefixItems",
+                pointer=pointer,
+            )
+        raise InvalidSchema(f"{pointer} is {_shown(value)}; expected {wanted}", hint="mend its value", pointer=pointer)
+
+    def pattern(self, pointer: str, pattern: str) -> None:
+        try:
+            translate(pattern, dialect=Dialect.ECMA, limits=self.limits)
+        except InvalidRegex as error:
+            wrong = "position" in error.details
+            kind = InvalidSchema if wrong else UnsupportedSchema
+            raise kind(f"the pattern at {pointer}: {error.message}", hint=error.hint, pointer=pointer) from None
+        except ConstraintTooComplex as error:
+            raise ConstraintTooComplex(
+                f"the pattern at {pointer}: {error.message}", hint=error.hint, pointer=pointer
+            ) from None
+
+    def min_properties(self, pointer: str, value: float, schema: dict[str, Any]) -> None:
+        required = schema.get("required")
+        num_required = len(set(required)) if isinstance(required, list) else 0
+        if value > num_required + 1:
+            raise UnsupportedSchema(
+                f"'minProperties' at {pointer} is {value}, but undeclared keys may repeat, so that only "
+                f"{num_required + 1} are certain to differ",
+                hint="name the properties in 'required'",
+                pointer=pointer,
+            )
+
+    def resolve(self, pointer: str, reference: str) -> str:
+        """The pointer to the schema that a reference names."""
+        if not reference.startswith("#"):
+            self.unresolved(pointer, reference, "it is outside this document", "copy it into $defs; nothing is fetched")
+        fragment = unquote(reference[1:])
+        target = self.anchors.get(fragment, "\0") if fragment and not fragment.startswith("/") else fragment
+        if target not in self.places:
+            # Another spelling of the same place: escapes that need not be there.
+            target = "".join(f"/{_escaped(_unescaped(part))}" for part in target.split("/")[1:])
+            if not fragment.startswith("/") or target not in self.places:
+                self.unresolved(pointer, reference, "there is no schema", "refer to '#/$defs/name', '#' or '#anchor'")
+        return target
+
+    def unresolved(self, pointer: str, reference: str, why: str, hint: str) -> NoReturn:
+        raise InvalidSchema(f"{pointer} refers to {reference!r}: {why}", hint=hint, pointer=pointer)
+
+    def reference_chain(self, pointer: str, schema: Schema) -> None:
+        """Refuse a reference that leads back to itself before any value is read: nothing satisfies it."""
+        seen = {pointer}
+        at = pointer
+        while isinstance(schema, dict) and isinstance(schema.get("$ref"), str):
+            at = self.resolve(f"{at}/$ref", schema["$ref"])
+            if at in seen:
+                raise InvalidSchema(
+                    f"{pointer}/$ref leads back to itself",
+                    hint="refer from inside properties or items",
+                    pointer=f"{pointer}/$ref",
+                )
+            seen.add(at)
+            schema = self.places[at]
+
+
+def is_vacuous(word: str, value: Any, schema: dict[str, Any]) -> bool:
+    """Whether a refused keyword says nothing here, so that leaving it out changes nothing.
+
+    Example:
+        >>> is_vacuous("uniqueItems", False, {}), is_vacuous("uniqueItems", True, {})
+        (True, False)
+    """
+    if word == "uniqueItems":
+        most = schema.get("maxItems")
+        return value is False or (value is True and isinstance(most, int) and most <= 1)
+    return word == "nullable" and value is False
+
+
+def _is_deeper(value: Any, depth: int) -> bool:
+    level = [value]
+    for _ in range(depth + 1):
+        level = [
+            child
+            for item in level
+            for child in (item.values() if isinstance(item, dict) else item if isinstance(item, list) else ())
+        ]
+        if not level:
+            return False
+    return True
+
+
+def _too_deep(limits: Limits) -> ConstraintTooComplex:
+    return ConstraintTooComplex(
+        f"the JSON schema is nested deeper than {limits.max_json_depth}",
+        hint="move parts of it into $defs and refer to them",
+        pointer="",
+    )
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _escaped(name: str) -> str:
+    return name.replace("~", "~0").replace("/", "~1")
+
+
+def _unescaped(name: str) -> str:
+    return name.replace("~1", "/").replace("~0", "~")
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 60 else text[:57] + "..."

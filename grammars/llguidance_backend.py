@@ -1,0 +1,328 @@
+"""Regexes and JSON schemas on llguidance.
+
+Owns the two halves of the matcher protocol over `llguidance.LLMatcher`, and the form in which a constraint is handed to
+it. Called by `sgl.grammars.compiler`, which has checked the constraint before.
+
+Where the library and the protocol differ, the protocol holds:
+
+* End of sequence is kept here and never shown to the library, which refuses it once a match is final.
+* The library's mask narrows a forced position to the canonical token, while its `consume` takes any split of the same
+  text. Here both say the same: at a forced position only the canonical token is allowed.
+* An id outside the vocabulary, or rolling back too far, puts the library's matcher into an error for good; both are
+  stopped before they reach it.
+* A limit that the library hits while decoding ends the matcher with `StopReason.LIMIT`, and nothing is allowed.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import llguidance
+import numpy as np
+
+from sgl.errors import ConstraintTooComplex, InvalidConstraint, InvalidRegex, InvalidSchema, SglError, UnsupportedSchema
+from sgl.grammars.choices import Vocabulary, write_row
+from sgl.grammars.keywords import TABLES, Kind, Schema, Support, parse_schema, subschemas
+from sgl.grammars.matcher import Bitmask, StopReason, bitmask_words
+from sgl.grammars.regex import Dialect, translate
+from sgl.grammars.spec import Constraint, JsonSchema, Regex
+from sgl.limits import Limits
+
+NAME = "llguidance"
+
+_WHITESPACE: dict[str, dict[str, Any]] = {
+    "compact": {"whitespace_flexible": False},
+    "bounded": {"whitespace_pattern": r"\x20"},  # at most once at each place
+}
+_BYTES_PER_LEXER_STATE = 2048
+_FUEL_PER_S = 5_000_000
+"""Lexer fuel that a second is worth; the library documents 50,000 per millisecond for regex trees alone, but compiling
+costs several times as much on a slow core."""
+
+_COMPLEX = ("too many", "too complex", "too large", "too big", "fuel", "exceed", "limit", "recursion")
+_UNSATISFIABLE = ("unsatisfiable", "regex is empty")
+_UNSUPPORTED = ("not supported", "unimplemented", "only supported", "not disjoint", "unsupported", "unknown format")
+
+
+class Backend:
+    """llguidance for one tokenizer.
+
+    Args:
+        tokenizer_json: text of a `tokenizer.json`.
+        vocab_size: number of logits; ids past the tokenizer's vocabulary are never allowed.
+        eos_ids: ids that end a sequence.
+    """
+
+    def __init__(self, tokenizer_json: str, vocab_size: int, eos_ids: Sequence[int], limits: Limits) -> None:
+        known = _largest_id(tokenizer_json) + 1
+        self.limits = limits
+        self.num_words = bitmask_words(max(known, vocab_size))
+        self.tokenizer = llguidance.LLTokenizer(
+            tokenizer_json, n_vocab=max(known, vocab_size), eos_token=list(eos_ids) or None
+        )
+        tokens = {
+            token_id: self.tokenizer.decode_bytes([token_id])
+            for token_id in range(min(known, vocab_size))
+            if not self.tokenizer.is_special_token(token_id)
+        }
+        self.vocabulary = Vocabulary(tokens, vocab_size, eos_ids, self.tokenizer.tokenize_bytes)
+        self.parser_limits = llguidance.LLParserLimits(
+            initial_lexer_fuel=int(limits.max_compile_s * _FUEL_PER_S),
+            step_lexer_fuel=int(limits.max_compile_s * _FUEL_PER_S),
+            max_lexer_states=max(1000, limits.max_compile_bytes // _BYTES_PER_LEXER_STATE),
+            verbose_errors=False,
+        )
+
+    def compile(self, constraint: Constraint) -> Grammar:
+        """Compile a constraint that has passed its checks.
+
+        Raises:
+            InvalidRegex, InvalidSchema: nothing can satisfy it.
+            UnsupportedSchema: a combination of keywords that the library cannot merge.
+            ConstraintTooComplex: over a limit of the library.
+        """
+        if isinstance(constraint, Regex):
+            text = translate(constraint.pattern, limits=self.limits)
+            # Handed over as a regex of the grammar language, with no shorthand left that its dialect reads otherwise.
+            source = llguidance.LLMatcher.grammar_from_regex(text)
+        elif isinstance(constraint, JsonSchema):
+            schema = rewritten(parse_schema(constraint.schema, self.limits), self.limits)
+            schema = {} if schema is True else schema  # the library takes an object at the root
+            source = llguidance.LLMatcher.grammar_from_json_schema(
+                json.dumps(schema), overrides=_WHITESPACE[constraint.whitespace]
+            )
+        else:
+            raise InvalidConstraint(f"llguidance compiles no {type(constraint).__name__} here")
+        matcher = llguidance.LLMatcher(self.tokenizer, source, log_level=0, limits=self.parser_limits)
+        if matcher.is_error():
+            raise self.fault(constraint, matcher.get_error())
+        grammar = Grammar(self, matcher)
+        first = grammar.matcher()
+        row = np.zeros((1, bitmask_words(self.vocabulary.vocab_size)), dtype=np.int32)
+        first.fill(row, 0)
+        if first.error():
+            raise self.fault(constraint, first.error())
+        if not row.any() and not first.is_complete():
+            raise self.fault(constraint, "unsatisfiable: nothing can be written at the start")
+        return grammar
+
+    def fault(self, constraint: Constraint, message: str) -> SglError:
+        """The library's message as a typed error."""
+        shown = message.strip().splitlines()[0][:300] if message.strip() else "unknown"
+        low = message.lower()
+        what = "regex" if isinstance(constraint, Regex) else "JSON schema"
+        pointer = "" if isinstance(constraint, Regex) else self.pointer(constraint, message)
+        place = f" at {pointer}" if pointer else ""
+        if any(word in low for word in _UNSATISFIABLE):
+            kind = InvalidRegex if isinstance(constraint, Regex) else InvalidSchema
+            return kind(
+                f"nothing satisfies the {what}{place}: {shown}", hint="loosen the conflicting part", pointer=pointer
+            )
+        if any(word in low for word in _UNSUPPORTED) and not isinstance(constraint, Regex):
+            return UnsupportedSchema(
+                f"the JSON schema{place} cannot be enforced by {NAME}: {shown}",
+                hint="make the branches exclusive by a const property, or write the combination out",
+                pointer=pointer,
+            )
+        if any(word in low for word in _COMPLEX):
+            return ConstraintTooComplex(
+                f"the {what}{place} is too complex: {shown}",
+                hint="lower its repeat counts and lengths",
+                pointer=pointer,
+            )
+        if isinstance(constraint, Regex):
+            return InvalidRegex(f"the regex cannot be compiled: {shown}", hint="simplify it", pointer="")
+        return InvalidSchema(f"the JSON schema{place} cannot be compiled: {shown}", hint="mend it", pointer=pointer)
+
+    def pointer(self, constraint: Constraint, message: str) -> str:
+        """Where the first keyword stands that the message names; the root if it names none."""
+        if not isinstance(constraint, JsonSchema):
+            return ""
+        message = message.replace("min/maxProperties", "minProperties maxProperties").replace(
+            "patternProperty", "patternProperties"
+        )
+        for pointer, schema in subschemas(parse_schema(constraint.schema, self.limits)):
+            if isinstance(schema, dict):
+                for word in schema:
+                    if len(word) > 4 and word in TABLES[NAME] and word in message:
+                        return f"{pointer}/{word}"
+        return ""
+
+
+def rewritten(schema: Schema, limits: Limits) -> Schema:
+    """The schema as llguidance is to see it: annotations left out, patterns in its own dialect.
+
+    Example:
+        >>> from sgl.limits import DEFAULT_LIMITS
+        >>> rewritten({"title": "t", "type": "string", "pattern": "^a$"}, DEFAULT_LIMITS)
+        {'type': 'string', 'pattern': '^(?:a)$'}
+    """
+    if isinstance(schema, bool):
+        return schema
+    result: dict[str, Any] = {}
+    for word, value in schema.items():
+        row = TABLES[NAME].get(word)
+        if row is None or row.support is not Support.ENFORCED:
+            continue
+        if word == "pattern":
+            value = _anchored(value, limits)
+        elif word == "patternProperties":
+            value = {_anchored(name, limits): rewritten(child, limits) for name, child in value.items()}
+        elif row.kind is Kind.SCHEMA:
+            value = rewritten(value, limits)
+        elif row.kind is Kind.SCHEMAS:
+            value = [rewritten(child, limits) for child in value]
+        elif row.kind is Kind.SCHEMA_MAP:
+            value = {name: rewritten(child, limits) for name, child in value.items()}
+        result[word] = value
+    return result
+
+
+def _anchored(pattern: str, limits: Limits) -> str:
+    return f"^(?:{translate(pattern, dialect=Dialect.ECMA, limits=limits)})$"
+
+
+def _largest_id(tokenizer_json: str) -> int:
+    data = json.loads(tokenizer_json)
+    vocab = data["model"]["vocab"]
+    # Byte-pair and word-piece vocabularies map text to id; unigram ones list (text, score) in the order of ids.
+    known = max(vocab.values(), default=-1) if isinstance(vocab, dict) else len(vocab) - 1
+    return max([known, *(int(token["id"]) for token in data.get("added_tokens", ()))])
+
+
+class Grammar:
+    """A constraint compiled for one tokenizer: a matcher at the start, which is only ever copied."""
+
+    def __init__(self, backend: Backend, start: Any) -> None:
+        self.backend = backend
+        self._start = start
+        self._lock = threading.Lock()
+
+    def matcher(self) -> LLGuidanceMatcher:
+        """A new matcher at the start."""
+        with self._lock:
+            return LLGuidanceMatcher(self.backend, self._start.deep_copy())
+
+
+class LLGuidanceMatcher:
+    """Follows one sequence. `_num_tokens` counts what the library has consumed, `_num_eos` what came after."""
+
+    def __init__(self, backend: Backend, inner: Any, num_tokens: int = 0, num_eos: int = 0) -> None:
+        self._backend = backend
+        self._inner = inner
+        self._num_tokens = num_tokens
+        self._num_eos = num_eos
+        self._forced: list[int] | None = None
+        self._row: Bitmask | None = None
+
+    def fill(self, bitmask: Bitmask, row: int) -> None:
+        """See `Matcher.fill`."""
+        write_row(bitmask, row, self._allowed())
+
+    def accept(self, token_id: int) -> bool:
+        """See `Matcher.accept`."""
+        if token_id in self._backend.vocabulary.eos_ids:
+            if not self.is_complete():
+                return False
+            self._num_eos += 1
+            return True
+        if not self._is_allowed(token_id) or self._inner.try_consume_tokens([token_id]) != 1:
+            return False
+        self._num_tokens += 1
+        self._moved()
+        return True
+
+    def validate_tokens(self, token_ids: Sequence[int]) -> int:
+        """See `Matcher.validate_tokens`."""
+        taken = 0
+        try:
+            for token_id in token_ids:
+                if not self.accept(token_id):
+                    break
+                taken += 1
+        finally:
+            self.rollback(taken)
+        return taken
+
+    def rollback(self, num_tokens: int) -> None:
+        """See `Matcher.rollback`.
+
+        Raises:
+            ValueError: more tokens than were accepted.
+        """
+        if not 0 <= num_tokens <= self._num_tokens + self._num_eos:
+            raise ValueError(f"rollback of {num_tokens} tokens; {self._num_tokens + self._num_eos} were accepted")
+        ends = min(num_tokens, self._num_eos)
+        self._num_eos -= ends
+        if num_tokens > ends:
+            self._inner.rollback(num_tokens - ends)
+            self._num_tokens -= num_tokens - ends
+            self._moved()
+
+    def clone(self) -> LLGuidanceMatcher:
+        """See `Matcher.clone`."""
+        return LLGuidanceMatcher(self._backend, self._inner.deep_copy(), self._num_tokens, self._num_eos)
+
+    def forced_tokens(self) -> list[int]:
+        """See `Matcher.forced_tokens`."""
+        if self._num_eos:
+            return []
+        return list(self._forced_here())
+
+    def is_complete(self) -> bool:
+        """See `Matcher.is_complete`."""
+        return not self._inner.is_error() and bool(self._inner.is_accepting())
+
+    def stop_reason(self) -> StopReason:
+        """See `Matcher.stop_reason`."""
+        if self._num_eos:
+            return StopReason.EOS
+        if self._inner.is_error():
+            return StopReason.LIMIT
+        complete = self.is_complete()
+        if not self._inner.is_stopped():
+            if not complete and self._backend.vocabulary.covers_bytes:
+                return StopReason.NOT_STOPPED
+            if (self._allowed() & ~self._backend.vocabulary.eos_row).any():
+                return StopReason.NOT_STOPPED
+            if self._inner.is_error():
+                return StopReason.LIMIT
+        return StopReason.COMPLETE if complete else StopReason.DEAD_END
+
+    def error(self) -> str:
+        """The library's message when a limit was hit; empty otherwise."""
+        return str(self._inner.get_error()) if self._inner.is_error() else ""
+
+    def _moved(self) -> None:
+        self._forced = None
+        self._row = None
+
+    def _forced_here(self) -> list[int]:
+        if self._forced is None:
+            stopped = self._inner.is_error() or self._inner.is_stopped() or self._inner.is_accepting()
+            self._forced = [] if stopped else list(self._inner.compute_ff_tokens())
+        return self._forced
+
+    def _is_allowed(self, token_id: int) -> bool:
+        if self._num_eos or self._inner.is_error() or token_id not in self._backend.vocabulary.token_bytes:
+            return False
+        forced = self._forced_here()
+        return not forced or forced[0] == token_id
+
+    def _allowed(self) -> Bitmask:
+        """The bitmask row of this position, computed once; shape `[bitmask_words(vocab_size)]`."""
+        vocabulary = self._backend.vocabulary
+        if self._num_eos:
+            return vocabulary.eos_row
+        if self._row is None:
+            row = np.zeros(self._backend.num_words, dtype=np.int32)
+            if not self._inner.is_error() and not self._inner.is_stopped():
+                self._inner.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+                if self._inner.is_error():
+                    row[:] = 0
+            row = row[: len(vocabulary.eos_row)] & ~vocabulary.eos_row
+            self._row = row | vocabulary.eos_row if self.is_complete() else row
+        return self._row
