@@ -297,7 +297,7 @@ def _gguf_tensors(file: GGUFFile, config: ModelConfig) -> Iterator[tuple[str, to
 
 
 def _halves_layout(values: Any, num_heads: int) -> Any:
-    """GGUF files of Llama order the rows of each head in pairs (0, D/2, 1, D/2 + 1, ...); the rotary op wants halves."""
+    """GGUF files of Llama pair neighbouring rows of each head (0, D/2, 1, D/2 + 1, ...); the rotary op wants halves."""
     rows = values.shape[0]
     if rows % (2 * num_heads):
         return values  # of the wrong shape, which `build_model` reports
