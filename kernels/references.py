@@ -1,0 +1,39 @@
+"""The table of torch references, without torch.
+
+Imported by the package itself, so that the registry is never empty. Each entry loads its module when it is called
+first: `sgl doctor` and the client half list the ops for free.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from sgl.kernels import registry
+
+
+def _lazily(module: str, name: str) -> registry.Function:
+    """A function that imports `module` at its first call and is `module.name` from then on."""
+    target: registry.Function | None = None
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        nonlocal target
+        if target is None:
+            target = getattr(importlib.import_module(module), name)
+        return target(*args, **kwargs)
+
+    call.__name__ = call.__qualname__ = name
+    call.__doc__ = f"See `{module}.{name}`."
+    return call
+
+
+_REFERENCES = {
+    "rms_norm": "sgl.kernels.elementwise",
+    "rotary": "sgl.kernels.elementwise",
+    "silu_mul": "sgl.kernels.elementwise",
+    "kv_write": "sgl.kernels.attention",
+    "paged_attention": "sgl.kernels.attention",
+}
+
+for _op, _module in _REFERENCES.items():
+    registry.register(_op, "torch")(_lazily(_module, _op))
