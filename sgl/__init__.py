@@ -1,3 +1,166 @@
-"""sgl: structured generation that starts from the language."""
+"""sgl: structured generation that starts from the language.
+
+Owns the public names (lazy: importing this loads no model code) and the default backend: with none set, an engine on
+the embedded model starts at the first use and stops at exit.
+"""
+
+from __future__ import annotations
+
+import importlib
+import threading
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from sgl import errors
+    from sgl.lang.backend import Backend
+    from sgl.lang.choices import (
+        ChoicesSamplingMethod,
+        greedy_token_selection,
+        token_length_normalized,
+        unconditional_likelihood_normalized,
+    )
+    from sgl.lang.defaults import flush_cache, get_server_info, set_default_backend
+    from sgl.lang.expressions import (
+        assistant,
+        assistant_begin,
+        assistant_end,
+        gen,
+        gen_int,
+        gen_string,
+        image,
+        select,
+        system,
+        system_begin,
+        system_end,
+        user,
+        user_begin,
+        user_end,
+        video,
+    )
+    from sgl.lang.function import SglFunction, function
+    from sgl.lang.mock import MockBackend
+    from sgl.lang.state import ProgramState, ProgramStateGroup
+    from sgl.runtime.config import EngineConfig
+    from sgl.runtime.engine import Engine
 
 __version__ = "0.1.0"
+
+_HOME = {
+    "sgl.lang.choices": (
+        "ChoicesSamplingMethod",
+        "greedy_token_selection",
+        "token_length_normalized",
+        "unconditional_likelihood_normalized",
+    ),
+    "sgl.lang.defaults": ("flush_cache", "get_server_info", "set_default_backend"),
+    "sgl.lang.expressions": (
+        "assistant",
+        "assistant_begin",
+        "assistant_end",
+        "gen",
+        "gen_int",
+        "gen_string",
+        "image",
+        "select",
+        "system",
+        "system_begin",
+        "system_end",
+        "user",
+        "user_begin",
+        "user_end",
+        "video",
+    ),
+    "sgl.lang.function": ("SglFunction", "function"),
+    "sgl.lang.mock": ("MockBackend",),
+    "sgl.lang.state": ("ProgramState", "ProgramStateGroup"),
+    "sgl.runtime.config": ("EngineConfig",),
+    "sgl.runtime.engine": ("Engine",),
+}
+"""Where each public name lives."""
+
+_MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
+
+__all__ = [
+    "ChoicesSamplingMethod",
+    "Engine",
+    "EngineConfig",
+    "MockBackend",
+    "ProgramState",
+    "ProgramStateGroup",
+    "SglFunction",
+    "__version__",
+    "assistant",
+    "assistant_begin",
+    "assistant_end",
+    "errors",
+    "flush_cache",
+    "function",
+    "gen",
+    "gen_int",
+    "gen_string",
+    "get_server_info",
+    "greedy_token_selection",
+    "image",
+    "select",
+    "set_default_backend",
+    "set_default_options",
+    "system",
+    "system_begin",
+    "system_end",
+    "token_length_normalized",
+    "unconditional_likelihood_normalized",
+    "user",
+    "user_begin",
+    "user_end",
+    "video",
+]
+
+_options: dict[str, Any] = {}
+_options_lock = threading.Lock()
+
+
+def set_default_options(**fields: Any) -> None:
+    """Fields of the engine that starts when no backend is set; replaces those given before.
+
+    Raises:
+        ConfigError: a field is unknown or has a wrong value.
+
+    Example:
+        >>> set_default_options(max_total_tokens=4096)
+        >>> set_default_options()
+    """
+    from sgl.runtime.config import config_from_mapping
+
+    config_from_mapping(fields)
+    with _options_lock:
+        _options.clear()
+        _options.update(fields)
+
+
+def _start_default_engine() -> Backend:
+    import atexit
+
+    from sgl.runtime.engine import Engine
+
+    with _options_lock:
+        fields = dict(_options)
+    engine = Engine(**fields)
+    atexit.register(engine.shutdown)
+    return engine
+
+
+def __getattr__(name: str) -> Any:
+    if name == "errors":
+        return importlib.import_module("sgl.errors")
+    module = _MODULE_OF.get(name)
+    if module is None:
+        raise AttributeError(f"module 'sgl' has no attribute {name!r}")
+    if module.startswith("sgl.lang."):
+        importlib.import_module("sgl.lang.defaults").register_default_backend(_start_default_engine)
+    value = getattr(importlib.import_module(module), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,522 @@
+"""What a program appends to its prompt: `gen`, `select`, roles, images, and their sums with text.
+
+Owns the immutable expression values and the functions that users call to make them. `state` turns them into graph
+nodes. Everything wrong with an argument is raised here, at the call that has it; lists given by the caller are copied.
+"""
+
+from __future__ import annotations
+
+import base64
+import re
+import warnings
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+from sgl.errors import InvalidParameter, InvalidRegex, Unsupported
+from sgl.grammars.spec import Constraint, JsonSchema, Regex, canonical_schema
+from sgl.lang.choices import ChoicesSamplingMethod, method_name
+from sgl.lang.graph import ChoicesMethod, MediaKind, Sampling, Select, sampling_from_mapping
+
+DType: TypeAlias = type | str | None
+
+_DTYPES: dict[str, tuple[str, tuple[str, ...]]] = {
+    "int": (r"[-+]?[0-9]+[ \n]*", (" ", "\n")),
+    "float": (r"[-+]?[0-9]*\.?[0-9]+[ \n]*", (" ", "\n")),
+    "str": (r"\"[\w\d\s]*\"", ()),
+    "bool": (r"(True|False)", ()),
+}
+"""Per type: the pattern of its text, and stops that end it."""
+
+
+class Expr:
+    """Something that can be appended to a prompt. Immutable; `+` with another one or with text gives a sequence."""
+
+    __slots__ = ()
+
+    def __add__(self, other: object) -> ExprList:
+        if not isinstance(other, (str, Expr)):
+            return NotImplemented
+        return ExprList((*_items(self), *_items(other)))
+
+    def __radd__(self, other: object) -> ExprList:
+        if not isinstance(other, str):
+            return NotImplemented
+        return ExprList((other, *_items(self)))
+
+
+@dataclass(frozen=True)
+class ExprList(Expr):
+    """Expressions and text in order."""
+
+    items: tuple[str | Expr, ...]
+
+
+@dataclass(frozen=True)
+class GenExpr(Expr):
+    """A generation: `given` holds the sampling fields that the caller set (names of `Sampling`)."""
+
+    name: str | None
+    given: tuple[tuple[str, Any], ...] = ()
+    constraint: Constraint | None = None
+    stops: tuple[str, ...] = ()
+    dtype: str | None = None
+
+    def sampling(self, base: Sampling) -> Sampling:
+        """The fields given here over those of the run; the stops of the data type come on top."""
+        sampling = sampling_from_mapping(dict(self.given), base)
+        extra = tuple(stop for stop in self.stops if stop not in sampling.stop)
+        return sampling_from_mapping({"stop": sampling.stop + extra}, sampling) if extra else sampling
+
+
+@dataclass(frozen=True)
+class SelectExpr(Expr):
+    """A choice between options by score."""
+
+    name: str | None
+    choices: tuple[str, ...]
+    method: ChoicesMethod = "token_length_normalized"
+    temperature: float = 0.0
+    seed: int | None = None
+
+
+@dataclass(frozen=True)
+class RoleExpr(Expr):
+    """The beginning or end of a chat turn."""
+
+    role: str
+    begin: bool
+
+
+@dataclass(frozen=True)
+class MediaExpr(Expr):
+    """An image or video part; `data` are the bytes of the file."""
+
+    kind: MediaKind
+    data: bytes
+    num_frames: int | None = None
+
+
+Appendable: TypeAlias = str | Expr
+
+
+def _items(value: Appendable) -> tuple[str | Expr, ...]:
+    return value.items if isinstance(value, ExprList) else (value,)
+
+
+# --- arguments ------------------------------------------------------------------------------------------------------
+
+
+def check_name(name: object) -> str | None:
+    """A capture's name, or `None` for an unnamed one."""
+    if name is not None and (not isinstance(name, str) or not name):
+        raise InvalidParameter(f"name is {name!r}; expected a non-empty string or nothing", param="name")
+    return name
+
+
+def many(param: str, value: Any, kind: type) -> tuple[Any, ...] | None:
+    """`value` as a tuple: one of `kind` stands for itself; a sequence is copied.
+
+    Raises:
+        InvalidParameter: neither.
+    """
+    if value is None:
+        return None
+    if isinstance(value, kind):
+        return (value,)
+    if not isinstance(value, Iterable) or isinstance(value, (str, bytes)):
+        raise InvalidParameter(f"{param} is {value!r}; expected {kind.__name__} or a list of them", param=param)
+    return tuple(value)
+
+
+def refuse(**given: Any) -> None:
+    """Raise `Unsupported` for the first argument that is set but that no backend executes yet."""
+    for param, value in given.items():
+        if value is not None and value is not False:
+            raise Unsupported(f"{param}={value!r} is not supported yet", hint=f"leave {param} out", param=param)
+
+
+def _sampling(given: dict[str, Any], names: dict[str, str]) -> tuple[tuple[str, Any], ...]:
+    """Check the values that were given; errors name the argument as the caller spelt it."""
+    given = {key: value for key, value in given.items() if value is not None}
+    # How many tokens at most is not known yet when it comes from the run.
+    base = Sampling(max_new_tokens=2**31) if "max_new_tokens" not in given else Sampling()
+    try:
+        sampling_from_mapping(given, base)
+    except InvalidParameter as error:
+        param = str(error.details.get("param", ""))
+        own = names.get(param, param)
+        message = error.message.replace("max_new_tokens", "max_tokens").replace("min_new_tokens", "min_tokens")
+        raise InvalidParameter(message, hint=error.hint, param=own) from None
+    except TypeError as error:
+        raise InvalidParameter(f"a sampling argument has the wrong type: {error}", param="sampling") from None
+    return tuple(given.items())
+
+
+def _dtype(dtype: DType) -> str | None:
+    if dtype is None:
+        return None
+    name = dtype if isinstance(dtype, str) else getattr(dtype, "__name__", repr(dtype))
+    if name not in _DTYPES:
+        raise InvalidParameter(f"dtype is {dtype!r}; expected int, float, str or bool", param="dtype")
+    return name
+
+
+def _schema(schema: Any) -> JsonSchema:
+    model_schema = getattr(schema, "model_json_schema", None)
+    if callable(model_schema):
+        schema = model_schema()
+    return JsonSchema(canonical_schema(schema))
+
+
+def _regex(pattern: object) -> Regex:
+    if not isinstance(pattern, str):
+        raise InvalidRegex(f"regex is {pattern!r}; expected a string", param="regex")
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise InvalidRegex(f"regex {pattern!r} cannot be compiled: {error}", param="regex") from None
+    return Regex(pattern)
+
+
+# --- what users call ------------------------------------------------------------------------------------------------
+
+
+def gen(
+    name: str | None = None,
+    max_tokens: int | None = None,
+    min_tokens: int | None = None,
+    n: int | None = None,
+    stop: str | Sequence[str] | None = None,
+    stop_token_ids: Sequence[int] | None = None,
+    stop_regex: str | Sequence[str] | None = None,
+    temperature: float | None = None,
+    top_p: float | None = None,
+    top_k: int | None = None,
+    min_p: float | None = None,
+    frequency_penalty: float | None = None,
+    presence_penalty: float | None = None,
+    ignore_eos: bool | None = None,
+    return_logprob: bool | None = None,
+    logprob_start_len: int | None = None,
+    top_logprobs_num: int | None = None,
+    return_text_in_logprobs: bool | None = None,
+    dtype: DType = None,
+    choices: Sequence[str] | None = None,
+    choices_method: ChoicesSamplingMethod | str | None = None,
+    regex: str | None = None,
+    json_schema: str | dict[str, Any] | type | None = None,
+    *,
+    seed: int | None = None,
+    repetition_penalty: float | None = None,
+    no_stop_trim: bool | None = None,
+) -> GenExpr | SelectExpr:
+    """Let the model continue; the text is captured under `name`.
+
+    Args:
+        name: of the capture; an unnamed one cannot be read, but its text is there.
+        max_tokens, min_tokens, temperature, ...: sampling; what is not given comes from `run`, then from defaults.
+        dtype: `int`, `float`, `str` or `bool`: constrains the text; `s.value(name)` is the typed value.
+        choices: the value is one of them (this is `select`).
+        regex: the whole value matches it.
+        json_schema: text, dict or Pydantic model class; the value is JSON valid under it.
+        seed: makes this generation reproducible on its own.
+
+    Raises:
+        InvalidParameter: an argument is out of range or contradicts another (`param` names it).
+        InvalidRegex, InvalidSchema: the constraint cannot be read.
+        Unsupported: `n` other than 1, `stop_regex`, `logprob_start_len`, `return_text_in_logprobs`.
+
+    Example:
+        >>> import sgl
+        >>> @sgl.function
+        ... def greet(s):
+        ...     s += "Hello, " + sgl.gen("who", max_tokens=4, stop=".")
+        >>> greet.run(backend=sgl.MockBackend({"who": "world. And more"}))["who"]
+        'world'
+    """
+    check_name(name)
+    refuse(
+        n=None if n == 1 else n,
+        stop_regex=stop_regex,
+        logprob_start_len=None if logprob_start_len == -1 else logprob_start_len,
+        return_text_in_logprobs=return_text_in_logprobs,
+    )
+    kind = _dtype(dtype)
+    if choices is not None:
+        for param, value in {"regex": regex, "json_schema": json_schema, "dtype": dtype}.items():
+            if value is not None:
+                raise InvalidParameter(f"choices and {param} are both given; one must go", param=param)
+        return select(name, choices, 0.0 if temperature is None else temperature, choices_method, seed=seed)
+    if regex is not None and json_schema is not None:
+        raise InvalidParameter("regex and json_schema are both given; one must go", param="json_schema")
+    constraint: Constraint | None = None
+    if regex is not None:
+        constraint = _regex(regex)
+    elif json_schema is not None:
+        constraint = _schema(json_schema)
+    stops: tuple[str, ...] = ()
+    if kind is not None:
+        if constraint is not None:
+            warnings.warn("dtype wins over regex and json_schema; give only one of them", stacklevel=2)
+        pattern, stops = _DTYPES[kind]
+        constraint = Regex(pattern)
+    given = {
+        "max_new_tokens": max_tokens,
+        "min_new_tokens": min_tokens,
+        "stop": many("stop", stop, str),
+        "stop_token_ids": many("stop_token_ids", stop_token_ids, int),
+        "temperature": temperature,
+        "top_p": top_p,
+        "top_k": top_k,
+        "min_p": min_p,
+        "frequency_penalty": frequency_penalty,
+        "presence_penalty": presence_penalty,
+        "repetition_penalty": repetition_penalty,
+        "ignore_eos": ignore_eos,
+        "no_stop_trim": no_stop_trim,
+        "return_logprob": return_logprob,
+        "top_logprobs_num": top_logprobs_num,
+        "seed": seed,
+    }
+    names = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}
+    return GenExpr(name, _sampling(given, names), constraint, stops, kind)
+
+
+def _typed(dtype: Literal["int", "str"], doc: str) -> Any:
+    def typed(
+        name: str | None = None,
+        max_tokens: int | None = None,
+        n: int | None = None,
+        stop: str | Sequence[str] | None = None,
+        stop_token_ids: Sequence[int] | None = None,
+        stop_regex: str | Sequence[str] | None = None,
+        temperature: float | None = None,
+        top_p: float | None = None,
+        top_k: int | None = None,
+        min_p: float | None = None,
+        frequency_penalty: float | None = None,
+        presence_penalty: float | None = None,
+        ignore_eos: bool | None = None,
+        return_logprob: bool | None = None,
+        logprob_start_len: int | None = None,
+        top_logprobs_num: int | None = None,
+        return_text_in_logprobs: bool | None = None,
+        **more: Any,
+    ) -> GenExpr:
+        expr = gen(
+            name, max_tokens, None, n, stop, stop_token_ids, stop_regex, temperature, top_p, top_k, min_p,
+            frequency_penalty, presence_penalty, ignore_eos, return_logprob, logprob_start_len, top_logprobs_num,
+            return_text_in_logprobs, dtype, **more,
+        )  # fmt: skip
+        assert isinstance(expr, GenExpr)
+        return expr
+
+    typed.__doc__ = doc
+    typed.__name__ = typed.__qualname__ = "gen_int" if dtype == "int" else "gen_string"
+    return typed
+
+
+gen_int = _typed(
+    "int",
+    """An integer: `gen` with `dtype=int`. Positional arguments as in `gen` without `min_tokens`.
+
+    Example:
+        >>> import sgl
+        >>> @sgl.function
+        ... def hours(s):
+        ...     s += "Hours in a day: " + sgl.gen_int("hours")
+        >>> hours.run(backend=sgl.MockBackend(["24 of course"])).value("hours")
+        24
+    """,
+)
+
+gen_string = _typed(
+    "str",
+    """A quoted string: `gen` with `dtype=str`. Positional arguments as in `gen` without `min_tokens`.
+
+    Example:
+        >>> import sgl
+        >>> @sgl.function
+        ... def word(s):
+        ...     s += "A word: " + sgl.gen_string("word")
+        >>> state = word.run(backend=sgl.MockBackend(['"tea"']))
+        >>> state["word"], state.value("word")
+        ('"tea"', 'tea')
+    """,
+)
+
+
+def select(
+    name: str | None = None,
+    choices: Sequence[str] | None = None,
+    temperature: float = 0.0,
+    choices_method: ChoicesSamplingMethod | str | None = None,
+    *,
+    seed: int | None = None,
+) -> SelectExpr:
+    """Append the option that the model scores highest; drawn from the scores when `temperature` > 0.
+
+    Raises:
+        InvalidParameter: no options, the same twice, not strings, or an unknown method.
+
+    Example:
+        >>> import sgl
+        >>> @sgl.function
+        ... def judge(s):
+        ...     s += "Good? " + sgl.select("verdict", ["yes", "no"])
+        >>> judge.run(backend=sgl.MockBackend(choices={"verdict": "no"}))["verdict"]
+        'no'
+    """
+    check_name(name)
+    if choices is None or isinstance(choices, str):
+        raise InvalidParameter(f"choices is {choices!r}; expected a list of strings", param="choices")
+    options = many("choices", choices, str) or ()
+    method = method_name(choices_method)
+    Select(id=0, name=name or "", choices=options, method=method, temperature=temperature, seed=seed)  # checks
+    return SelectExpr(name, options, method, temperature, seed)
+
+
+def _media(kind: MediaKind, source: str | bytes | Path, num_frames: int | None = None) -> MediaExpr:
+    if isinstance(source, bytes):
+        return MediaExpr(kind, source, num_frames)
+    text = str(source)
+    if text.startswith("data:"):
+        return MediaExpr(kind, base64.b64decode(text.partition(",")[2]), num_frames)
+    try:
+        return MediaExpr(kind, Path(text).read_bytes(), num_frames)
+    except OSError as error:
+        raise InvalidParameter(
+            f"{kind} {text!r} cannot be read: {error.strerror}", hint="give a path to a file, or bytes", param="path"
+        ) from None
+
+
+def image(path: str | bytes | Path) -> MediaExpr:
+    """An image: a path, a `data:` address or the bytes of a file.
+
+    Example:
+        >>> import sgl
+        >>> sgl.image(b"\\x89PNG").kind
+        'image'
+    """
+    return _media("image", path)
+
+
+def video(path: str | bytes | Path, num_frames: int) -> MediaExpr:
+    """A video of which `num_frames` frames are shown to the model.
+
+    Example:
+        >>> import sgl
+        >>> sgl.video(b"....", 4).num_frames
+        4
+    """
+    if isinstance(num_frames, bool) or not isinstance(num_frames, int) or num_frames < 1:
+        raise InvalidParameter(f"num_frames is {num_frames!r}; expected an integer >= 1", param="num_frames")
+    return _media("video", path, num_frames)
+
+
+def _turn(role: str, expr: Appendable | None) -> ExprList:
+    if expr is not None and not isinstance(expr, (str, Expr)):
+        raise InvalidParameter(f"{role}() got {expr!r}; expected text or an expression", param="expr")
+    inner = () if expr is None else _items(expr)
+    return ExprList((RoleExpr(role, True), *inner, RoleExpr(role, False)))
+
+
+def system(expr: Appendable | None = None) -> ExprList:
+    """A system turn.
+
+    Example:
+        >>> import sgl
+        >>> sgl.system("Be brief.").items[1]
+        'Be brief.'
+    """
+    return _turn("system", expr)
+
+
+def user(expr: Appendable | None = None) -> ExprList:
+    """A turn of the user.
+
+    Example:
+        >>> import sgl
+        >>> sgl.user("Hi").items[1]
+        'Hi'
+    """
+    return _turn("user", expr)
+
+
+def assistant(expr: Appendable | None = None) -> ExprList:
+    """A turn of the assistant.
+
+    Example:
+        >>> import sgl
+        >>> len(sgl.assistant(sgl.gen("answer")).items)
+        3
+    """
+    return _turn("assistant", expr)
+
+
+def system_begin() -> RoleExpr:
+    """Begin a system turn.
+
+    Example:
+        >>> import sgl
+        >>> sgl.system_begin() + "Be brief." + sgl.system_end() == sgl.system("Be brief.")
+        True
+    """
+    return RoleExpr("system", True)
+
+
+def system_end() -> RoleExpr:
+    """End a system turn.
+
+    Example:
+        >>> import sgl
+        >>> sgl.system_end().begin
+        False
+    """
+    return RoleExpr("system", False)
+
+
+def user_begin() -> RoleExpr:
+    """Begin a turn of the user.
+
+    Example:
+        >>> import sgl
+        >>> sgl.user_begin().role
+        'user'
+    """
+    return RoleExpr("user", True)
+
+
+def user_end() -> RoleExpr:
+    """End a turn of the user.
+
+    Example:
+        >>> import sgl
+        >>> sgl.user_end().begin
+        False
+    """
+    return RoleExpr("user", False)
+
+
+def assistant_begin() -> RoleExpr:
+    """Begin a turn of the assistant.
+
+    Example:
+        >>> import sgl
+        >>> sgl.assistant_begin().role
+        'assistant'
+    """
+    return RoleExpr("assistant", True)
+
+
+def assistant_end() -> RoleExpr:
+    """End a turn of the assistant.
+
+    Example:
+        >>> import sgl
+        >>> sgl.assistant_end().begin
+        False
+    """
+    return RoleExpr("assistant", False)
