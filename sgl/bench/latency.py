@@ -135,9 +135,10 @@ def run(
             measured.append(measure(f"decode, batch {batch}", "tokens/s", repeats, decode))
     progress("engine start")
     measured.insert(1, measure("engine start to first token", "s", repeats, lambda: start_seconds(fields)))
+    resolved = info["resolved"]
     return LatencyReport(
-        model=str(fields.get("model_path") or info.get("model_path", "")),
-        engine={key: info[key] for key in ("dtype", "device", "num_threads") if key in info},
+        model=info["model"],
+        engine={name: resolved[name] for name in ("device", "dtype", "num_threads")},
         versions={"sgl": sgl.__version__, "python": sys.version.split()[0]},
         repeats=repeats,
         measured=tuple(measured),
