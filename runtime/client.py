@@ -188,12 +188,14 @@ class WorkerClient:
         poller.register(self._wake_read, zmq.POLLIN)
         poller.register(self._pidfd, zmq.POLLIN)
         while True:
+            # A send would block without a worker at the other end: one that has not connected yet, or is gone.
+            poller.modify(self._socket, zmq.POLLIN | (zmq.POLLOUT if self._out else 0))
             ready = dict(poller.poll())
             try:
                 os.read(self._wake_read, 4096)
             except BlockingIOError:
                 pass
-            while self._out:
+            while self._out and self._socket.poll(0, zmq.POLLOUT):
                 self._socket.send(self._out.popleft())
             while self._socket.poll(0):
                 self._receive(unpack_to_client(self._socket.recv()))

@@ -1,0 +1,242 @@
+"""The engine as a user holds it: a real worker process, real sockets, the toy model."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import stat
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from sgl.errors import ConfigError, EmptyPrompt, EngineDead, InvalidParameter, ModelNotFound, PromptTooLong, SglError
+from sgl.runtime.engine import Engine
+
+GREEDY = {"max_new_tokens": 6, "temperature": 0}
+
+
+def test_one_prompt_and_a_list(dummy_engine: Engine) -> None:
+    one = dummy_engine.generate("Hello", GREEDY)
+    assert set(one) == {"text", "output_ids", "meta_info"}
+    assert len(one["output_ids"]) == 6
+    assert one["meta_info"]["finish_reason"] == {"type": "length", "length": 6}
+    many = dummy_engine.generate(["Hello", "Bye"], [GREEDY, {**GREEDY, "max_new_tokens": 2}])
+    assert many[0]["output_ids"] == one["output_ids"]
+    assert len(many[1]["output_ids"]) == 2
+
+
+def test_token_ids_as_prompt(dummy_engine: Engine) -> None:
+    by_text = dummy_engine.generate("Hello", GREEDY)
+    by_ids = dummy_engine.generate(input_ids=list(b"Hello"), sampling_params=GREEDY)
+    assert by_ids["output_ids"] == by_text["output_ids"]
+    with pytest.raises(SglError, match="outside the vocabulary"):
+        dummy_engine.generate(input_ids=[5, 10**6], sampling_params=GREEDY)
+
+
+def test_seed_repeats_and_neighbours_do_not_matter(dummy_engine: Engine) -> None:
+    params = {"max_new_tokens": 12, "temperature": 0.9, "top_p": 0.95, "seed": 7}
+    alone = dummy_engine.generate("The seed", params)["output_ids"]
+    crowd = dummy_engine.generate(["The seed", "other", "third"], [params, GREEDY, {"max_new_tokens": 3}])
+    assert crowd[0]["output_ids"] == alone
+    assert dummy_engine.generate("The seed", {**params, "seed": 8})["output_ids"] != alone
+
+
+def test_logprobs(dummy_engine: Engine) -> None:
+    out = dummy_engine.generate("Hello", GREEDY, return_logprob=True, top_logprobs_num=3)
+    meta = out["meta_info"]
+    assert [entry[1] for entry in meta["output_token_logprobs"]] == out["output_ids"]
+    for (logprob, token_id, _), top in zip(meta["output_token_logprobs"], meta["output_top_logprobs"], strict=True):
+        assert logprob <= 0
+        assert top[0][:2] == (logprob, token_id), "greedy draws the most probable token"
+
+
+def test_stream_grows_to_the_result(dummy_engine: Engine) -> None:
+    whole = dummy_engine.generate("stream", {**GREEDY, "max_new_tokens": 20})
+    parts = list(dummy_engine.generate("stream", {**GREEDY, "max_new_tokens": 20}, stream=True))
+    assert parts[-1]["text"] == whole["text"]
+    assert all(b["text"].startswith(a["text"]) for a, b in zip(parts, parts[1:], strict=False))
+    assert parts[-1]["meta_info"]["finish_reason"]["type"] == "length"
+
+
+def test_leaving_a_stream_cancels_it(dummy_engine: Engine) -> None:
+    stream = dummy_engine.generate("leave", {"max_new_tokens": 1500, "ignore_eos": True}, stream=True)
+    next(stream)
+    stream.close()
+    deadline = time.monotonic() + 10
+    while dummy_engine.stats()["num_programs"]:
+        assert time.monotonic() < deadline
+    assert dummy_engine.stats()["pages_held"] == 0
+
+
+def test_async_under_repeated_loops(dummy_engine: Engine) -> None:
+    async def both() -> tuple[dict, list[dict]]:
+        outs = await asyncio.gather(*(dummy_engine.async_generate(f"p{i}", GREEDY) for i in range(3)))
+        stream = await dummy_engine.async_generate("p0", GREEDY, stream=True)
+        return outs[0], [part async for part in stream]
+
+    for _ in range(2):
+        out, parts = asyncio.run(both())
+        assert parts[-1]["output_ids"] == out["output_ids"]
+
+
+def test_many_threads_share_an_engine(dummy_engine: Engine) -> None:
+    alone = [dummy_engine.generate(f"thread {i}", GREEDY)["output_ids"] for i in range(8)]
+    got: dict[int, list[int]] = {}
+
+    def work(i: int) -> None:
+        got[i] = dummy_engine.generate(f"thread {i}", GREEDY)["output_ids"]
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [got[i] for i in range(8)] == alone
+
+
+def test_a_shared_prefix_is_prefilled_once(dummy_engine: Engine) -> None:
+    dummy_engine.flush_cache()
+    before = dummy_engine.stats()
+    prefix = "a prefix that all rows share " * 30
+    dummy_engine.generate([f"{prefix}{i:02}" for i in range(32)], {**GREEDY, "max_new_tokens": 2})
+    after = dummy_engine.stats()
+    rows_own = 10 + 32  # the tens digits (0 to 3 appear anew for each, shared among their rows), then the units
+    assert after["prefill_tokens"] - before["prefill_tokens"] <= len(prefix) + rows_own
+    assert after["prompt_tokens"] - before["prompt_tokens"] == 32 * (len(prefix) + 2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"prompt": ""}, EmptyPrompt, "empty"),
+        ({"prompt": []}, EmptyPrompt, "empty"),
+        ({"prompt": "a", "input_ids": [1]}, InvalidParameter, "exactly one"),
+        ({}, InvalidParameter, "exactly one"),
+        ({"prompt": "a", "sampling_params": {"temperature": float("nan")}}, InvalidParameter, "temperature is nan"),
+        ({"prompt": "a", "sampling_params": {"temprature": 1}}, InvalidParameter, "did you mean 'temperature'"),
+        ({"prompt": "a", "sampling_params": {"top_p": 0}}, InvalidParameter, "top_p"),
+        ({"prompt": "a", "sampling_params": {"stop": [""]}}, InvalidParameter, "non-empty"),
+        ({"prompt": "a", "sampling_params": [{}, {}]}, InvalidParameter, "2 sampling_params for 1"),
+        ({"prompt": "x" * 5000}, PromptTooLong, "5000 tokens"),
+    ],
+)
+def test_bad_input_is_a_typed_error_and_the_engine_goes_on(
+    dummy_engine: Engine, arguments: dict, error: type[SglError], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        dummy_engine.generate(**arguments)
+    assert dummy_engine.generate("still here", GREEDY)["meta_info"]["completion_tokens"] == 6
+
+
+def test_wrong_fields_and_models() -> None:
+    with pytest.raises(ConfigError, match="did you mean 'model_path'"):
+        Engine(model_pth="dummy")
+    with pytest.raises(ModelNotFound):
+        Engine(model_path="no-such-model", offline=True)
+
+
+def test_socket_folder_is_private(dummy_engine: Engine) -> None:
+    folder = Path(dummy_engine._client._folder)
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+
+
+def test_two_engines_and_an_end_that_can_be_repeated() -> None:
+    with Engine(model_path="dummy", max_total_tokens=512) as first, Engine(
+        model_path="dummy", max_total_tokens=512
+    ) as second:
+        assert first.generate("x", GREEDY)["output_ids"] == second.generate("x", GREEDY)["output_ids"]
+        folder = Path(first._client._folder)
+    first.shutdown()
+    assert not first.alive
+    assert not folder.exists()
+    with pytest.raises(EngineDead, match="shut down"):
+        first.generate("x", GREEDY)
+
+
+def test_worker_death_reaches_every_open_program() -> None:
+    engine = Engine(model_path="dummy", max_total_tokens=4096)
+    errors: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            engine.generate("x", {"max_new_tokens": 1900, "ignore_eos": True})
+        except SglError as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    while engine.stats()["num_running"] < 3:
+        time.sleep(0.01)
+    os.kill(engine.worker_pid, signal.SIGKILL)
+    for thread in threads:
+        thread.join(timeout=5)
+    assert [type(error) for error in errors] == [EngineDead] * 3
+    assert not engine.alive
+    with pytest.raises(EngineDead, match="ended unexpectedly"):
+        engine.generate("x", GREEDY)
+    engine.shutdown()
+
+
+def test_parent_death_leaves_no_worker(tmp_path: Path) -> None:
+    script = """
+        from sgl.runtime.engine import Engine
+        engine = Engine(model_path="dummy", max_total_tokens=4096)
+        print(engine.worker_pid, flush=True)
+        engine.generate("x", {"max_new_tokens": 1900, "ignore_eos": True})
+        input()
+    """
+    parent = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(script)], stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True
+    )
+    assert parent.stdout is not None
+    worker = int(parent.stdout.readline())
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+    assert parent.stdin is not None
+    parent.stdin.close()
+    deadline = time.monotonic() + 5
+    while Path(f"/proc/{worker}").exists():
+        assert time.monotonic() < deadline, "the worker outlived its parent"
+        time.sleep(0.02)
+
+
+def test_exit_without_shutdown_is_clean() -> None:
+    script = """
+        from sgl.runtime.engine import Engine
+        engine = Engine(model_path="dummy", max_total_tokens=512)
+        print(engine.generate("x", {"max_new_tokens": 2})["meta_info"]["completion_tokens"])
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "2\n", "")
+
+
+def test_a_fork_of_the_process_is_told() -> None:
+    script = """
+        import os, sys
+        from sgl.errors import EngineDead
+        from sgl.runtime.engine import Engine
+        engine = Engine(model_path="dummy", max_total_tokens=512)
+        pid = os.fork()
+        if pid == 0:
+            try:
+                engine.generate("x", {"max_new_tokens": 2})
+            except EngineDead as error:
+                print("child:", "each process" in str(error), flush=True)
+            os._exit(0)
+        os.waitpid(pid, 0)
+        print("parent:", engine.generate("x", {"max_new_tokens": 2})["meta_info"]["completion_tokens"])
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.stdout == "child: True\nparent: 2\n", done.stderr
