@@ -163,12 +163,35 @@ _LLGUIDANCE: dict[str, Keyword] = {
 TABLES: dict[str, dict[str, Keyword]] = {"llguidance": _LLGUIDANCE}
 """Backend -> keyword -> what becomes of it. Words that begin with `x-` and are not listed are annotations."""
 
-FORMATS: dict[str, frozenset[str]] = {
-    "llguidance": frozenset(
-        ["date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "uri", "uuid"]
-    ),
+_CLOCK = r"([01]\d|2[0-3]):[0-5]\d"
+_TIME = rf"{_CLOCK}:[0-5]\d(\.\d{{1,6}})?(Z|[+-]{_CLOCK})"
+_LEAP_YEAR = r"(\d\d(0[48]|[2468][048]|[13579][26])|([02468][048]|[13579][26])00)"
+_DATE = (
+    r"(\d{4}-((0[13578]|1[02])-(0[1-9]|[12]\d|3[01])|(0[469]|11)-(0[1-9]|[12]\d|30)|02-(0[1-9]|1\d|2[0-8]))"
+    rf"|{_LEAP_YEAR}-02-29)"
+)
+_LABEL = r"[A-Za-z0-9]{1,20}(-[A-Za-z0-9]{1,20}){0,2}"
+_HOST = rf"{_LABEL}(\.{_LABEL}){{0,3}}"
+_ATOM = r"[A-Za-z0-9!#$%&'*+/=?^_`{|}~-]{1,20}"
+
+FORMATS: dict[str, dict[str, str | None]] = {
+    "llguidance": {
+        "date": rf"^{_DATE}$",
+        "date-time": rf"^{_DATE}T{_TIME}$",
+        "duration": None,
+        "email": rf"^{_ATOM}(\.{_ATOM}){{0,2}}@{_HOST}$",
+        "hostname": rf"^{_HOST}$",
+        "ipv4": None,
+        "ipv6": None,
+        "time": rf"^{_TIME}$",
+        "uri": None,
+        "uuid": None,
+    }
 }
-"""Backend -> values of `format` that it enforces."""
+"""Backend -> values of `format` -> the pattern that stands for it, or `None` where the backend's own rule is exact.
+
+The patterns allow less than the standards where those bound a length that a regular expression would have to count (a
+host name of 253 bytes), and no leap second, which is only valid in two minutes of a year."""
 
 TYPES = ("array", "boolean", "integer", "null", "number", "object", "string")
 _LARGEST = 2**53

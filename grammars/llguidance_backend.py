@@ -25,7 +25,7 @@ import numpy as np
 
 from sgl.errors import ConstraintTooComplex, InvalidConstraint, InvalidRegex, InvalidSchema, SglError, UnsupportedSchema
 from sgl.grammars.choices import Vocabulary, write_row
-from sgl.grammars.keywords import TABLES, Kind, Schema, Support, parse_schema, subschemas
+from sgl.grammars.keywords import FORMATS, TABLES, Kind, Schema, Support, parse_schema, subschemas
 from sgl.grammars.matcher import Bitmask, StopReason, bitmask_words
 from sgl.grammars.regex import Dialect, translate
 from sgl.grammars.spec import Constraint, JsonSchema, Regex
@@ -144,16 +144,17 @@ class Backend:
         message = message.replace("min/maxProperties", "minProperties maxProperties").replace(
             "patternProperty", "patternProperties"
         )
-        for pointer, schema in subschemas(parse_schema(constraint.schema, self.limits)):
-            if isinstance(schema, dict):
-                for word in schema:
-                    if len(word) > 4 and word in TABLES[NAME] and word in message:
-                        return f"{pointer}/{word}"
+        places = list(subschemas(parse_schema(constraint.schema, self.limits)))
+        # The longest word first: a message about maxProperties speaks of "properties" as well.
+        for word in sorted((word for word in TABLES[NAME] if len(word) > 4 and word in message), key=len, reverse=True):
+            for pointer, schema in places:
+                if isinstance(schema, dict) and word in schema:
+                    return f"{pointer}/{word}"
         return ""
 
 
 def rewritten(schema: Schema, limits: Limits) -> Schema:
-    """The schema as llguidance is to see it: annotations left out, patterns in its own dialect.
+    """The schema as llguidance is to see it: annotations left out, patterns in its own dialect, formats exact.
 
     Example:
         >>> from sgl.limits import DEFAULT_LIMITS
@@ -163,12 +164,16 @@ def rewritten(schema: Schema, limits: Limits) -> Schema:
     if isinstance(schema, bool):
         return schema
     result: dict[str, Any] = {}
+    added: list[Schema] = []
     for word, value in schema.items():
         row = TABLES[NAME].get(word)
         if row is None or row.support is not Support.ENFORCED:
             continue
         if word == "pattern":
             value = _anchored(value, limits)
+        elif word == "format" and FORMATS[NAME][value] is not None:
+            added.append({"pattern": _anchored(str(FORMATS[NAME][value]), limits)})
+            continue
         elif word == "patternProperties":
             value = {_anchored(name, limits): rewritten(child, limits) for name, child in value.items()}
         elif row.kind is Kind.SCHEMA:
@@ -178,6 +183,8 @@ def rewritten(schema: Schema, limits: Limits) -> Schema:
         elif row.kind is Kind.SCHEMA_MAP:
             value = {name: rewritten(child, limits) for name, child in value.items()}
         result[word] = value
+    if added:
+        result["allOf"] = [*result.get("allOf", ()), *added]
     return result
 
 

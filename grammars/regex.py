@@ -1,11 +1,13 @@
 """Python regular expressions, as far as they are regular, in the dialect of the grammar engine.
 
 Owns the translation of a pattern in the syntax of `re` (or of a JSON schema's `pattern`, which is ECMA-262) into the
-syntax of Rust's `regex` crate, which llguidance reads, with the meaning unchanged. The two read alike but differ in `\\d`, `\\w`, `\\s`, `.`, `$` and in case folding, so a pattern is parsed by Python's own parser and every character
+syntax of Rust's `regex` crate, which llguidance reads, with the meaning unchanged. The two read alike but differ in
+`\\d`, `\\w`, `\\s`, `.`, `$` and in case folding, so a pattern is parsed by Python's own parser and every character
 class is written out as ranges of code points. No grammar engine is imported here.
 
-What is not regular is refused: look-around, back-references, conditionals, atomic groups, possessive repeats; and so are
-anchors or word boundaries in the middle of a pattern. Lazy repeats are ordinary ones, since the whole text must match.
+Refused is what is not regular: look-around, back-references, conditionals, atomic groups, possessive repeats; also
+anchors and word boundaries in the middle of a pattern, and a character class that nothing is in. Lazy repeats are
+ordinary ones, since the whole text must match.
 """
 
 from __future__ import annotations
