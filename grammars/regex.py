@@ -17,6 +17,7 @@ import re._constants as sre  # type: ignore[import-not-found]
 import re._parser as sre_parser  # type: ignore[import-not-found]
 import sys
 import warnings
+from array import array
 from collections.abc import Iterable
 from enum import Enum
 from functools import lru_cache
@@ -287,15 +288,15 @@ def _merged(ranges: Iterable[Range]) -> tuple[Range, ...]:
 @lru_cache(maxsize=16)
 def _category_ranges(category: str, ascii_only: bool) -> tuple[Range, ...]:
     """The code points of `\\d`, `\\w`, `\\s` or their opposites: exact, because `re` itself is asked about each."""
-    everything = "".join(map(chr, range(0x110000)))
+    everything = array("I", range(0x110000)).tobytes().decode(f"utf-32-{sys.byteorder[0]}e", "surrogatepass")
     runs = re.compile(f"{category}+", re.ASCII if ascii_only else 0).finditer(everything)
     return tuple((run.start(), run.end() - 1) for run in runs)
 
 
 @lru_cache(maxsize=1)
 def _cased() -> str:
-    """Every character that has another case."""
-    return "".join(char for char in map(chr, range(0x110000)) if not char == char.lower() == char.upper())
+    """Every character that has another case. Scripts with case are in the first two planes."""
+    return "".join(char for char in map(chr, range(0x20000)) if not char == char.lower() == char.upper())
 
 
 @lru_cache(maxsize=4096)
