@@ -9,10 +9,10 @@ from __future__ import annotations
 import base64
 import re
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, cast
 
 from sgl.errors import InvalidParameter, InvalidRegex, Unsupported
 from sgl.grammars.spec import Constraint, JsonSchema, Regex, canonical_schema
@@ -284,7 +284,7 @@ def gen(
     return GenExpr(name, _sampling(given, names), constraint, stops, kind)
 
 
-def _typed(dtype: Literal["int", "str"], doc: str) -> Any:
+def _typed(dtype: Literal["int", "str"], doc: str) -> Callable[..., GenExpr]:
     def typed(
         name: str | None = None,
         max_tokens: int | None = None,
@@ -303,15 +303,18 @@ def _typed(dtype: Literal["int", "str"], doc: str) -> Any:
         logprob_start_len: int | None = None,
         top_logprobs_num: int | None = None,
         return_text_in_logprobs: bool | None = None,
-        **more: Any,
+        *,
+        seed: int | None = None,
+        repetition_penalty: float | None = None,
+        no_stop_trim: bool | None = None,
     ) -> GenExpr:
         expr = gen(
             name, max_tokens, None, n, stop, stop_token_ids, stop_regex, temperature, top_p, top_k, min_p,
             frequency_penalty, presence_penalty, ignore_eos, return_logprob, logprob_start_len, top_logprobs_num,
-            return_text_in_logprobs, dtype, **more,
+            return_text_in_logprobs, dtype,
+            seed=seed, repetition_penalty=repetition_penalty, no_stop_trim=no_stop_trim,
         )  # fmt: skip
-        assert isinstance(expr, GenExpr)
-        return expr
+        return cast(GenExpr, expr)  # without choices it is one
 
     typed.__doc__ = doc
     typed.__name__ = typed.__qualname__ = "gen_int" if dtype == "int" else "gen_string"

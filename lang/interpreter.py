@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from types import FrameType
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
@@ -101,7 +101,6 @@ class Program:
         self.changed = threading.Condition()
         self.body_thread: int | None = None
         self.body_error: BaseException | None = None
-        self.num_submissions = 0
         self.version = 0  # counts wake-ups, so that a reader of streams misses none
         self.stream: list[TextEvent | DeltaEvent] = []
         self._backend = backend
@@ -175,23 +174,24 @@ class Program:
                     return
                 graph, live = self._fragment(buffered, finish)
                 self._finished = finish
+            session = self._session
             try:
-                if self._session is None:
-                    self._session = self._backend.open(self._on_event, self.options)
-                self.num_submissions += 1
-                self._session.submit(graph, finish=finish)
+                if session is None:
+                    session = self._backend.open(self._on_event, self.options)
+                    self._session = session
+                session.submit(graph, finish=finish)
             except SglError as error:
                 with self.changed:
                     self._fault = error
                     self._wake()
-                if self._session is not None:
-                    self._session.cancel()
+                if session is not None:
+                    session.cancel()
                 raise
             with self.changed:
                 self._live = live
-                cancelled = self._cancelled
+                cancelled = self.cancelled
             if cancelled:
-                self._session.cancel()
+                session.cancel()
 
     def _fragment(self, buffered: list[tuple[Node, Capture | None]], finish: bool) -> tuple[Graph, set[int]]:
         nodes = [msgspec.structs.replace(node, id=self._next_node + i) for i, (node, _) in enumerate(buffered)]
@@ -281,6 +281,11 @@ class Program:
         return self._done
 
     @property
+    def cancelled(self) -> bool:
+        """`cancel` was called."""
+        return self._cancelled
+
+    @property
     def closing(self) -> bool:
         """The body has ended: everything is submitted."""
         return self._finished
@@ -311,7 +316,7 @@ class Program:
         with self.changed:
             while not ready():
                 self._raise_if_failed(location)
-                if self._done is not None:
+                if self._done is not None and not self.body_running:
                     raise StateLost("the program ended without that value", location=location)
                 self.changed.wait()
 
@@ -321,8 +326,7 @@ class Program:
             if capture.node is None:
                 self.flush()
             self.wait_for(lambda: capture.event is not None, capture.location)
-        assert capture.event is not None
-        return capture.event
+        return cast(ValueEvent, capture.event)
 
     def wait_end(self) -> None:
         """Wait until the program has ended; raises if it failed."""

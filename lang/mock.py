@@ -7,7 +7,6 @@ those), constraints are not enforced, the chosen option has probability 1, roles
 
 from __future__ import annotations
 
-import queue
 import re
 import threading
 import uuid
@@ -15,6 +14,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
+from functools import partial
 from typing import Any, TypeAlias
 
 from sgl.errors import (
@@ -129,8 +129,8 @@ class MockBackend:
         self.delay_s = delay_s
         self._lock = threading.Lock()
         self._sessions: set[MockSession] = set()
-        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self._jobs: deque[Callable[[], None]] = deque()
+        self._working = False
         self._dead: SglError | None = None
 
     # --- the protocol ---
@@ -146,9 +146,6 @@ class MockBackend:
                 raise EngineDead(self._dead.message, hint="make a new backend")
             session = MockSession(self, sink, options)
             self._sessions.add(session)
-            if self._thread is None:
-                self._thread = threading.Thread(target=_work, args=(self._jobs,), name="sgl-mock", daemon=True)
-                self._thread.start()
         return session
 
     def flush_cache(self) -> bool:
@@ -179,8 +176,27 @@ class MockBackend:
             sessions = list(self._sessions)
         for session in sessions:
             session._stop.set()
-            self._jobs.put(lambda session=session: session._fail(self._dead))  # type: ignore[misc]
-        self._jobs.put(None)
+            self._post(partial(session._fail, self._dead))
+
+    # --- the thread ---
+
+    def _post(self, job: Callable[[], None]) -> None:
+        """Have a job done on the backend's thread, which lives while there are jobs."""
+        with self._lock:
+            self._jobs.append(job)
+            if self._working:
+                return
+            self._working = True
+        threading.Thread(target=self._work, name="sgl-mock", daemon=True).start()
+
+    def _work(self) -> None:
+        while True:
+            with self._lock:
+                if not self._jobs:
+                    self._working = False
+                    return
+                job = self._jobs.popleft()
+            job()
 
     # --- answers ---
 
@@ -207,11 +223,6 @@ class MockBackend:
                 return f"<{node.name}>"
             case _:
                 return "{}"
-
-
-def _work(jobs: queue.SimpleQueue[Callable[[], None] | None]) -> None:
-    while (job := jobs.get()) is not None:
-        job()
 
 
 class _Branch:
@@ -257,7 +268,7 @@ class MockSession:
             if isinstance(node, Gen) and node.tools:
                 raise Unsupported("the mock cannot call tools", location=node.location)
         self._backend.graphs.append(graph)
-        self._backend._jobs.put(lambda: self._run(graph, finish))
+        self._backend._post(lambda: self._run(graph, finish))
 
     def read_state(self, branch: int) -> Future[StateText]:
         """The branch's text after everything submitted so far."""
@@ -270,25 +281,20 @@ class MockSession:
             else:
                 future.set_result(StateText(found.text, _ids(found.text)))
 
-        with self._backend._lock:
-            dead = self._backend._dead
-            if dead is None:
-                self._backend._jobs.put(answer)
-        if dead is not None:
-            future.set_exception(StateLost(f"the backend is gone: {dead.message}"))
+        self._backend._post(answer)
         return future
 
     def cancel(self) -> None:
         """Stop; `FailedEvent` with `Cancelled` comes unless the program had ended."""
         self._stop.set()
-        self._backend._jobs.put(lambda: self._fail(Cancelled(f"program {self._options.name!r} was cancelled")))
+        self._backend._post(lambda: self._fail(Cancelled(f"program {self._options.name!r} was cancelled")))
 
     # --- on the backend's thread ---
 
     def _expire(self) -> None:
         self._stop.set()
         error = DeadlineExceeded(f"program {self._options.name!r} ran longer than {self._options.deadline_s} s")
-        self._backend._jobs.put(lambda: self._fail(error))
+        self._backend._post(lambda: self._fail(error))
 
     def _emit(self, event: Event) -> None:
         self._sink(event)

@@ -7,6 +7,7 @@ values keep their branch, name and order. Passes that add or drop nodes number t
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import cast
 
 import msgspec
 
@@ -32,8 +33,7 @@ def merge_text(graph: Graph) -> Graph:
     for node in graph.nodes:
         index = last.get(node.branch)
         if isinstance(node, Text) and index is not None and not _reads(node):
-            before = merged[index]
-            assert isinstance(before, Text)
+            before = cast(Text, merged[index])
             merged[index] = msgspec.structs.replace(before, segments=_literals((*before.segments, *node.segments)))
             continue
         if isinstance(node, Text):

@@ -1,7 +1,7 @@
 """`ProgramState`: the prompt that a program writes, and the values that come back.
 
-Owns what users touch as `s`: appending, reading, roles, forks. Each state is one branch of a running `Program` and holds
-no thread. Reading a value is the only thing that waits.
+Owns what users touch as `s`: appending, reading, roles, forks. Each state is one branch of a running `Program` and
+holds no thread. Reading a value is the only thing that waits.
 """
 
 from __future__ import annotations
@@ -154,13 +154,16 @@ class ProgramState:
                     )
                 )
             case _:
-                shown = "None" if other is None else f"{other!r} ({type(other).__name__})"
-                hint = "a helper that returns nothing was added?" if other is None else "convert it with str(...)"
-                raise InvalidProgram(
-                    f"{shown} cannot be appended to a prompt; expected text or an expression",
-                    hint=hint,
-                    location=location,
-                )
+                self._check_appendable(other, location)
+
+    def _check_appendable(self, other: object, location: SourceLocation | None) -> None:
+        if isinstance(other, (str, Expr)):
+            return
+        shown = "None" if other is None else f"{other!r} ({type(other).__name__})"
+        hint = "did a helper return nothing?" if other is None else "convert it with str(...)"
+        raise InvalidProgram(
+            f"{shown} cannot be appended to a prompt; expected text or an expression", hint=hint, location=location
+        )
 
     def _append_gen(self, expr: GenExpr, location: SourceLocation | None) -> None:
         name = expr.name or self._program.unnamed()
@@ -202,8 +205,7 @@ class ProgramState:
     def _turn(self, role: str, expr: Appendable | None) -> Any:
         location = user_location()
         if expr is not None:
-            if not isinstance(expr, (str, Expr)):
-                self._append(expr, location)
+            self._check_appendable(expr, location)
             self._append(ExprList((RoleExpr(role, True), expr, RoleExpr(role, False))), location)
             return None
         return self._open_turn(role, location)
@@ -475,6 +477,11 @@ class ProgramStateGroup:
 
     def __getitem__(self, index: int) -> ProgramState:
         return self._states[index]
+
+    def __setitem__(self, index: int, value: ProgramState) -> None:
+        """What `group[i] += ...` does at its end; putting another state there is an error."""
+        if value is not self._states[index]:
+            raise InvalidProgram("a branch of a fork cannot be replaced", location=user_location())
 
     def __iter__(self) -> Iterator[ProgramState]:
         return iter(self._states)

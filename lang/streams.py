@@ -68,6 +68,8 @@ def iterate(program: Program, cursor: Cursor) -> Iterator[str]:
         yield from pieces
         if over:
             return
+        if pieces:
+            continue  # an error that came with them is raised by the next look
         with program.changed:
             while program.version == seen:
                 program.changed.wait()
@@ -91,6 +93,8 @@ async def iterate_async(program: Program, cursor: Cursor) -> AsyncIterator[str]:
                 yield piece
             if over:
                 return
+            if pieces:
+                continue
             await woken.wait()
     finally:
         program.listen(wake, on=False)

@@ -1,0 +1,162 @@
+"""The public names: the exact list, each with a runnable example, none of it heavy to import."""
+
+from __future__ import annotations
+
+import ast
+import doctest
+import inspect
+import itertools
+from pathlib import Path
+
+import pytest
+
+import sgl
+
+ROOT = Path(__file__).resolve().parents[2]
+
+PUBLIC = [
+    "ChoicesSamplingMethod",
+    "Engine",
+    "EngineConfig",
+    "MockBackend",
+    "ProgramState",
+    "ProgramStateGroup",
+    "SglFunction",
+    "__version__",
+    "assistant",
+    "assistant_begin",
+    "assistant_end",
+    "errors",
+    "flush_cache",
+    "function",
+    "gen",
+    "gen_int",
+    "gen_string",
+    "get_server_info",
+    "greedy_token_selection",
+    "image",
+    "select",
+    "set_default_backend",
+    "set_default_options",
+    "system",
+    "system_begin",
+    "system_end",
+    "token_length_normalized",
+    "unconditional_likelihood_normalized",
+    "user",
+    "user_begin",
+    "user_end",
+    "video",
+]
+
+ELSEWHERE = {"Engine", "__version__", "errors"}
+"""`Engine` starts a process: its example runs with the engine's own tests. The others are no objects with examples."""
+
+GEN = [
+    "name",
+    "max_tokens",
+    "min_tokens",
+    "n",
+    "stop",
+    "stop_token_ids",
+    "stop_regex",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "frequency_penalty",
+    "presence_penalty",
+    "ignore_eos",
+    "return_logprob",
+    "logprob_start_len",
+    "top_logprobs_num",
+    "return_text_in_logprobs",
+    "dtype",
+    "choices",
+    "choices_method",
+    "regex",
+    "json_schema",
+]
+RUN = [
+    "max_new_tokens",
+    "n",
+    "stop",
+    "stop_token_ids",
+    "stop_regex",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "frequency_penalty",
+    "presence_penalty",
+    "ignore_eos",
+    "return_logprob",
+    "logprob_start_len",
+    "top_logprobs_num",
+    "return_text_in_logprobs",
+    "stream",
+    "backend",
+    "use_thread",
+]
+
+
+def test_the_exact_list():
+    assert sorted(sgl.__all__) == sorted(PUBLIC)
+    assert set(sgl.__all__) <= set(dir(sgl))
+
+
+def test_unknown_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="no_such_name"):
+        sgl.no_such_name  # noqa: B018
+
+
+def test_type_checkers_see_the_same_names():
+    tree = ast.parse((ROOT / "sgl/__init__.py").read_text())
+    guarded = next(node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
+    seen = {alias.name for node in guarded.body if isinstance(node, ast.ImportFrom) for alias in node.names}
+    assert seen - {"Backend"} == set(PUBLIC) - {"__version__", "set_default_options"}
+
+
+def documentation(name: str) -> str:
+    """The docstring of a name; of a value (a choices method), the string below its assignment."""
+    value = getattr(sgl, name)
+    if not isinstance(value, sgl.ChoicesSamplingMethod):
+        return inspect.getdoc(value) or ""
+    body = ast.parse((ROOT / "lang/choices.py").read_text()).body
+    for statement, after in itertools.pairwise(body):
+        if isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]) == name:
+            assert isinstance(after, ast.Expr)
+            return str(ast.literal_eval(after.value))
+    raise LookupError(name)
+
+
+@pytest.mark.parametrize("name", sorted(set(PUBLIC) - ELSEWHERE - {"ChoicesSamplingMethod", "ProgramStateGroup"}))
+def test_every_name_has_an_example_that_runs(name: str):
+    value = getattr(sgl, name)
+    test = doctest.DocTestParser().get_doctest(
+        documentation(name), dict(vars(inspect.getmodule(value) or sgl)), name, None, 0
+    )
+    assert test.examples, f"{name} has no example"
+    results = doctest.DocTestRunner(optionflags=doctest.IGNORE_EXCEPTION_DETAIL).run(test)
+    assert results.failed == 0
+
+
+def test_compatible_argument_orders():
+    def positional(function: object) -> list[str]:
+        kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD,)
+        return [p.name for p in inspect.signature(function).parameters.values() if p.kind in kinds]  # type: ignore[arg-type]
+
+    assert positional(sgl.gen) == GEN
+    left_out = {"min_tokens", "dtype", "choices", "choices_method", "regex", "json_schema"}
+    for typed in (sgl.gen_int, sgl.gen_string):
+        assert positional(typed) == [name for name in GEN if name not in left_out]
+    assert positional(sgl.select) == ["name", "choices", "temperature", "choices_method"]
+    keywords = [p.name for p in inspect.signature(sgl.SglFunction.run).parameters.values() if p.kind is p.KEYWORD_ONLY]
+    assert keywords == RUN
+    batch = [
+        p.name for p in inspect.signature(sgl.SglFunction.run_batch).parameters.values() if p.kind is p.KEYWORD_ONLY
+    ]
+    compatible = [*RUN[:16], "backend", "num_threads", "progress_bar", "generator_style"]
+    assert batch[: len(compatible)] == compatible
+    defaults = {p.name: p.default for p in inspect.signature(sgl.SglFunction.run).parameters.values()}
+    assert (defaults["max_new_tokens"], defaults["temperature"], defaults["top_k"]) == (128, 1.0, -1)

@@ -1,0 +1,99 @@
+"""The mock backend: the conformance suite, and what it adds for tests of programs."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import sgl
+from sgl.errors import EngineDead, GenerationError, InternalError, InvalidParameter, SglError
+from sgl.lang.graph import Gen
+
+_spec = importlib.util.spec_from_file_location(
+    "backend_conformance", Path(__file__).with_name("backend_conformance.py")
+)
+assert _spec is not None
+assert _spec.loader is not None
+_suite = importlib.util.module_from_spec(_spec)
+sys.modules["backend_conformance"] = _suite
+_spec.loader.exec_module(_suite)
+
+
+class TestMock(_suite.BackendConformance):
+    @pytest.fixture
+    def backend(self) -> Iterator[sgl.MockBackend]:
+        with sgl.MockBackend() as mock:
+            yield mock
+
+
+@sgl.function
+def two(s):
+    s += "A: " + sgl.gen("a")
+    s += " B: " + sgl.gen("b")
+
+
+def test_answers_by_list_dict_and_function():
+    assert two.run(backend=sgl.MockBackend(["x", "y"])).text() == "A: x B: y"
+    assert two.run(backend=sgl.MockBackend({"b": "y", "a": ["x"]})).text() == "A: x B: y"
+
+    def answer(prompt: str, node: Gen) -> str:
+        return f"[{len(prompt)}{node.name}]"
+
+    assert two.run(backend=sgl.MockBackend(answer)).text() == "A: [3a] B: [11b]"
+
+
+def test_stop_and_budget():
+    @sgl.function
+    def program(s):
+        s += sgl.gen("cut", stop=[".", "!"])
+        s += sgl.gen("long", max_tokens=2)
+
+    state = program.run(backend=sgl.MockBackend({"cut": "one! two.", "long": "a b c d"}))
+    assert (state["cut"], state["long"]) == ("one", "a b")
+    assert state.get_meta_info("cut")["finish_reason"] == {"type": "stop", "matched": "!"}
+    assert state.get_meta_info("long")["finish_reason"]["type"] == "length"
+
+
+def test_answers_used_up():
+    with pytest.raises(GenerationError, match="no answer left for 'b'"):
+        two.run(backend=sgl.MockBackend(["x"]))
+
+
+def test_answer_function_that_raises_names_the_line():
+    def answer(prompt: str, node: Gen) -> str:
+        raise ZeroDivisionError("oops")
+
+    with pytest.raises(InternalError, match="ZeroDivisionError: oops") as caught:
+        two.run(backend=sgl.MockBackend(answer))
+    assert caught.value.location.function == "two"
+
+
+def test_scripted_error_keeps_its_type():
+    mock = sgl.MockBackend(errors={"b": GenerationError("no luck")})
+    with pytest.raises(GenerationError, match="no luck"):
+        two.run(backend=mock)
+    assert mock.server_info()["num_open"] == 0
+
+
+def test_death_reaches_the_program_and_later_ones():
+    mock = sgl.MockBackend(die_at="b")
+    for _ in range(2):
+        with pytest.raises(EngineDead):
+            two.run(backend=mock)
+
+
+def test_shutdown_is_idempotent():
+    mock = sgl.MockBackend()
+    mock.shutdown()
+    mock.shutdown()
+    with pytest.raises(SglError):
+        two.run(backend=mock)
+
+
+def test_backend_must_be_one():
+    with pytest.raises(InvalidParameter):
+        sgl.set_default_backend("http://localhost")  # type: ignore[arg-type]
