@@ -35,7 +35,6 @@ class Dialect(Enum):
 
 
 Range: TypeAlias = tuple[int, int]
-_EVERYTHING: tuple[Range, ...] = ((0, 0x10FFFF),)
 
 _ECMA_SPACES: dict[Any, tuple[Range, ...]] = {
     sre.CATEGORY_SPACE: (
@@ -248,10 +247,12 @@ class _Writer:
             folding = re.IGNORECASE | (re.ASCII if flags & re.ASCII else 0)
             found = re.findall(f"[{source}]", _cased(), folding) if source else []
             positive = _merged([*positive, *((ord(char), ord(char)) for char in found)])
-        negate = any(op is sre.NEGATE for op, _ in items)
-        if not positive or (negate and positive == _EVERYTHING):
+        # Complements are computed here: the engine's own leave in two code points beside the gap of the surrogates.
+        allowed = _complement(positive) if any(op is sre.NEGATE for op, _ in items) else positive
+        text = _class_text(allowed)
+        if text == "[]":
             raise self.refuse("a class that no character is in", "remove it")
-        return _class_text(positive, negate)
+        return text
 
 
 def _is_atom(op: Any) -> bool:
@@ -264,14 +265,14 @@ def _escaped(code: int) -> str:
     return char if char.isascii() and char.isalnum() else f"\\x{{{code:X}}}"
 
 
-def _class_text(ranges: tuple[Range, ...], negate: bool) -> str:
+def _class_text(ranges: tuple[Range, ...]) -> str:
     parts = []
     for low, high in ranges:
         # Surrogates are no characters in UTF-8; a range is cut around them.
         for a, b in ((low, min(high, 0xD7FF)), (max(low, 0xE000), high)):
             if a <= b:
                 parts.append(_escaped(a) if a == b else f"{_escaped(a)}-{_escaped(b)}")
-    return f"[{'^' if negate else ''}{''.join(parts)}]"
+    return f"[{''.join(parts)}]"
 
 
 def _merged(ranges: Iterable[Range]) -> tuple[Range, ...]:
@@ -283,6 +284,13 @@ def _merged(ranges: Iterable[Range]) -> tuple[Range, ...]:
         else:
             merged.append((low, high))
     return tuple(merged)
+
+
+def _complement(ranges: tuple[Range, ...]) -> tuple[Range, ...]:
+    """All other code points. `ranges` are sorted and have gaps between them."""
+    edges = [-1, *(edge for low, high in ranges for edge in (low, high)), 0x110000]
+    pairs = zip(edges[::2], edges[1::2], strict=True)
+    return tuple((before + 1, after - 1) for before, after in pairs if before + 1 < after)
 
 
 @lru_cache(maxsize=16)
@@ -304,4 +312,4 @@ def _case_variants(code: int, ascii_only: bool) -> str:
     char = chr(code)
     flags = re.IGNORECASE | (re.ASCII if ascii_only else 0)
     found = {char, *re.findall(re.escape(char), _cased(), flags)}
-    return _class_text(tuple((ord(c), ord(c)) for c in sorted(found)), False) if len(found) > 1 else _escaped(code)
+    return _class_text(tuple((ord(c), ord(c)) for c in sorted(found))) if len(found) > 1 else _escaped(code)
