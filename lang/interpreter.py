@@ -10,7 +10,6 @@ program's failure (raised with the line of the program), or by its end. Thread-s
 
 from __future__ import annotations
 
-import os
 import sys
 import threading
 from collections import deque
@@ -47,22 +46,18 @@ from sgl.lang.graph import (
 )
 from sgl.lang.passes import liveness, merge_text
 
-_ROOM = os.path.dirname(os.path.abspath(__file__))
+_OURS = ("sgl.lang.", "contextlib")
+"""Modules whose frames are not the program: this room, and what runs its context managers."""
 
 
 def user_location() -> SourceLocation | None:
     """The innermost line on this thread's stack that is not of this room."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        path = frame.f_code.co_filename
-        if not (frame.f_globals.get("__name__", "").startswith("sgl.lang.") and _ours(path)):
-            return SourceLocation(path, frame.f_lineno, frame.f_code.co_name)
+        if not frame.f_globals.get("__name__", "").startswith(_OURS):
+            return SourceLocation(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
         frame = frame.f_back
     return None
-
-
-def _ours(path: str) -> bool:
-    return os.path.realpath(path).startswith(os.path.realpath(_ROOM))
 
 
 class UnknownName(InvalidProgram, KeyError):
