@@ -64,6 +64,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     random_seed: Annotated[Seed | None, Meta(description="Seed of generations that have none.")] = None
     num_threads: Annotated[Count | None, Meta(description="CPU threads of the model.")] = None
     offline: Annotated[bool, Meta(description="Never touch the network; use what is in the cache.")] = False
+    message_log: Annotated[
+        str | None, Meta(description="File to which the worker appends each message it receives, as a line of JSON.")
+    ] = None
     log_level: Annotated[Literal["debug", "info", "warning", "error"], Meta(description="Of the worker.")] = "warning"
 
 

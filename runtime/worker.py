@@ -15,12 +15,13 @@ import signal
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from io import FileIO
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import zmq
 
-from sgl.errors import InternalError, SglError
+from sgl.errors import ConfigError, InternalError, SglError
 from sgl.lang.graph import PROTOCOL, Event, StateText
 from sgl.runtime.config import config_from_mapping, resolve
 from sgl.runtime.core import EngineCore
@@ -61,6 +62,7 @@ class Worker:
 
     def __init__(self, socket: zmq.Socket[bytes]) -> None:
         self._socket = socket
+        self._message_log: FileIO | None = None
         self._events: list[tuple[int, Event]] = []
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_read, False)
@@ -87,6 +89,8 @@ class Worker:
 
     def _start(self, given: dict[str, Any]) -> tuple[EngineCore, dict[str, Any]]:
         config = config_from_mapping(given)
+        if config.message_log is not None:
+            self._message_log = _open_log(config.message_log)
         logging.getLogger("sgl").setLevel(config.log_level.upper())
 
         # Imported here: torch takes seconds, and a wrong option is told before.
@@ -103,9 +107,7 @@ class Worker:
             whole = f" of {total / 2**20:.0f}" if total else ""
             progress(f"fetching {config.model_path}: {done / 2**20:.0f}{whole} MiB")
 
-        source = locate(
-            config.model_path, load_format=config.load_format, offline=config.offline, progress=downloading
-        )
+        source = locate(config.model_path, load_format=config.load_format, offline=config.offline, progress=downloading)
         checkpoint = open_checkpoint(source)
         tokenizer = _tokenizer_of(checkpoint, config.tokenizer_path)
         resolved = resolve(config, gather_facts(checkpoint.config))
@@ -137,6 +139,8 @@ class Worker:
         """Act on one message; False when it says to end."""
         core = self._core
         message = unpack_to_worker(frame)
+        if self._message_log is not None:
+            self._message_log.write(msgspec.json.encode(message) + b"\n")
         match message:
             case Submit():
                 if message.open is not None:
@@ -202,6 +206,15 @@ class Worker:
         """Milliseconds until the next deadline; `None` without one."""
         deadline = self._core.next_deadline()
         return None if deadline is None else max(0, int((deadline - self._core.now()) * 1000) + 1)
+
+
+def _open_log(path: str) -> FileIO:
+    try:
+        return FileIO(path, "a")
+    except OSError as error:
+        raise ConfigError(
+            f"message_log {path!r} cannot be written: {error.strerror}", hint="name a file in a folder that exists"
+        ) from None
 
 
 def _tokenizer_of(checkpoint: Checkpoint, tokenizer_path: str | None) -> Tokenizer:
