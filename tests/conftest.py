@@ -19,6 +19,10 @@ import pytest
 if TYPE_CHECKING:
     from sgl.runtime.engine import Engine
 
+# Cores that are shared with others: threads that spin at barriers for a descheduled neighbour make a step ten times
+# slower. Has to be said before torch is imported; workers inherit it.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 ROOT = Path(__file__).resolve().parents[1]
 GRACE_S = 5.0
 """How long a process or thread that was told to end may take to do so."""

@@ -68,20 +68,26 @@ print("person:", person)
 
 
 # 3. Choices. `select` does not generate: it scores every option in one forward and takes the best. The probabilities
-#    of all options come with it.
+#    of all options come with it. Roles are optional; here a few examples in plain text do better.
+
+EXAMPLES = """Review: The cake was delicious.
+Label: positive
+Review: The bus came too late.
+Label: negative
+"""
 
 
 @sgl.function
 def sentiment(s, review):
-    s += sgl.user(f"Review: {review}\nIs the review positive or negative?")
-    s += sgl.assistant("The review is " + sgl.select("label", choices=["positive", "negative"]))
+    s += EXAMPLES + "Review: " + review + "\nLabel: "
+    s += sgl.select("label", choices=["positive", "negative"])
 
 
 title("Choices: select, with probabilities")
-state = sentiment.run(review="The soup was cold and the waiter rude.")
-print("label:", state["label"])
-for choice, probability in state.probabilities("label").items():
-    print(f"  {choice:9} {probability:6.1%}")
+for review in ["The soup was cold and the waiter rude.", "The best evening of our whole trip!"]:
+    state = sentiment.run(review)
+    likely = ", ".join(f"{choice} {share:.0%}" for choice, share in state.probabilities("label").items())
+    print(f"{review:40} {state['label']}  ({likely})")
 
 
 # 4. Branches. `fork(3)` makes three prompts that continue this one. What stands before the fork is computed once; the
