@@ -83,8 +83,7 @@ class Generation:
             self._end("stop", token_id)
             return None
         if self.matcher is not None and not self.matcher.accept(token_id):
-            reason = f"the constraint refused token {token_id}, which its mask allowed"
-            self.failed = (ConstraintDeadEnd.code, reason)
+            self.failed = (ConstraintDeadEnd.code, f"the constraint refused token {token_id}, which its mask allowed")
             self._end("stop", None)
             return None
         self.output_ids.append(token_id)
@@ -93,7 +92,10 @@ class Generation:
         self._new_text.append(self.decoder.push(token_id))
         if self.decoder.finished_by is not None:
             self._end("stop", self.decoder.finished_by)
-        elif self.matcher is not None and self.matcher.stop_reason() is not StopReason.NOT_STOPPED:
+        elif self.matcher is not None and (reason := self.matcher.stop_reason()) is not StopReason.NOT_STOPPED:
+            if reason in (StopReason.DEAD_END, StopReason.LIMIT):
+                what = "allows nothing further" if reason is StopReason.DEAD_END else "hit a limit of its engine"
+                self.failed = (ConstraintDeadEnd.code, f"the constraint {what} after {len(self.output_ids)} tokens")
             self._end("stop", None)
         elif len(self.output_ids) >= self.max_new_tokens:
             self._end("length", None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import signal
 import stat
@@ -60,7 +61,7 @@ def test_stream_grows_to_the_result(dummy_engine: Engine) -> None:
     whole = dummy_engine.generate("stream", {**GREEDY, "max_new_tokens": 20})
     parts = list(dummy_engine.generate("stream", {**GREEDY, "max_new_tokens": 20}, stream=True))
     assert parts[-1]["text"] == whole["text"]
-    assert all(b["text"].startswith(a["text"]) for a, b in zip(parts, parts[1:], strict=False))
+    assert all(b["text"].startswith(a["text"]) for a, b in itertools.pairwise(parts))
     assert parts[-1]["meta_info"]["finish_reason"]["type"] == "length"
 
 
@@ -147,9 +148,10 @@ def test_socket_folder_is_private(dummy_engine: Engine) -> None:
 
 
 def test_two_engines_and_an_end_that_can_be_repeated() -> None:
-    with Engine(model_path="dummy", max_total_tokens=512) as first, Engine(
-        model_path="dummy", max_total_tokens=512
-    ) as second:
+    with (
+        Engine(model_path="dummy", max_total_tokens=512) as first,
+        Engine(model_path="dummy", max_total_tokens=512) as second,
+    ):
         assert first.generate("x", GREEDY)["output_ids"] == second.generate("x", GREEDY)["output_ids"]
         folder = Path(first._client._folder)
     first.shutdown()

@@ -12,7 +12,7 @@ import sgl
 from sgl.errors import InvalidRegex, SglError, UnsupportedSchema
 from sgl.runtime.engine import Engine
 
-WORDS = "alpha bravo charlie delta echo foxtrot golf hotel india juliet kilo lima mike november oscar papa ".split()
+WORDS = ("alpha", "bravo", "charlie", "delta", "echo", "foxtrot", "golf", "hotel", "india", "juliet", "kilo", "lima")
 
 
 def long_text(num_words: int) -> str:
