@@ -7,12 +7,14 @@ pseudo-random token ids from a fixed seed, all different, so that the prefix cac
 
 from __future__ import annotations
 
+import platform
 import random
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
+from importlib.metadata import version
 from typing import Any
 
 import msgspec
@@ -139,7 +141,7 @@ def run(
     return LatencyReport(
         model=info["model"],
         engine={name: resolved[name] for name in ("device", "dtype", "num_threads")},
-        versions={"sgl": sgl.__version__, "python": sys.version.split()[0]},
+        versions={"sgl": sgl.__version__, "torch": version("torch"), "python": platform.python_version()},
         repeats=repeats,
         measured=tuple(measured),
     )

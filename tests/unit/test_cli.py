@@ -225,3 +225,41 @@ def test_doctor_reports_a_model_that_cannot_be_used(command: Command) -> None:
     ended = command("doctor", "--model-path", "no-such-model", "--json")
     assert ended.code == 1
     assert json.loads(ended.out)["model"]["error"]["code"] == "model_not_found"
+
+
+# --- with an engine on the dummy model ------------------------------------------------------------------------------
+
+
+def test_run_applies_engine_flags_to_the_default_engine(tmp_path: Path) -> None:
+    text = (
+        "import sgl\n\n\n@sgl.function\ndef p(s):\n    s += 'x' + sgl.gen('a', max_tokens=2)\n\n\n"
+        "p.run()\nprint(sgl.get_server_info()['resolved']['num_pages'])\n"
+    )
+    flags = ["--model-path", "dummy", "--max-total-tokens", "512", "--page-size", "4"]
+    command = [sys.executable, "-m", "sgl.cli", "run", *flags, write(tmp_path, text)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "128\n", "")
+
+
+def test_run_on_a_model_that_does_not_exist(tmp_path: Path) -> None:
+    text = "import sgl\n\n\n@sgl.function\ndef p(s):\n    s += 'x' + sgl.gen('a')\n\n\np.run()\n"
+    command = [sys.executable, "-m", "sgl.cli", "run", "--model-path", "dumy", write(tmp_path, text)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: no model 'dumy'")
+    assert "did you mean 'dummy'" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_bench_latency_measures_everything(command: Command) -> None:
+    ended = command("bench", "latency", "--model-path", "dummy", "--repeats", "2", "--json")
+    report = json.loads(ended.out)
+    assert (report["model"], report["repeats"], report["engine"]["dtype"]) == ("dummy", 2, "float32")
+    assert [row["what"] for row in report["measured"]] == [
+        "import sgl",
+        "engine start to first token",
+        "prefill, 512 tokens",
+        "decode, batch 1",
+        "decode, batch 8",
+    ]
+    assert all(len(row["samples"]) == 2 and row["median"] > 0 for row in report["measured"])
