@@ -1,0 +1,196 @@
+"""The sampler against a numpy reference, row by row; a wrong reference fails the same test."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+
+from sgl.grammars.matcher import Bitmask
+from sgl.lang.graph import Sampling
+from sgl.runtime.plan import Chunk, RowResult, SampleSpec, ScoreSpec, StepPlan
+from sgl.runtime.sampler import Sampler
+
+VOCAB = 12
+LOGITS = torch.tensor(np.random.default_rng(3).normal(size=VOCAB), dtype=torch.float32)
+
+
+class Only:
+    """A matcher that allows the ids it was given."""
+
+    def __init__(self, *ids: int) -> None:
+        self.ids = ids
+
+    def fill(self, bitmask: Bitmask, row: int) -> None:
+        bitmask[row] = 0
+        for i in self.ids:
+            bitmask[row, i // 32] |= np.int32(1 << (i % 32))
+
+
+def spec(position: int = 0, *, seed: int = 1, output: list[int] | None = None, **fields: object) -> SampleSpec:
+    matcher = fields.pop("matcher", None)
+    blocked = fields.pop("blocked", ())
+    return SampleSpec(
+        sampling=Sampling(**fields),
+        seed=seed,
+        position=position,
+        output_ids=output or [],
+        blocked_ids=blocked,
+        matcher=matcher,
+    )
+
+
+def sample(*rows: tuple[torch.Tensor, SampleSpec], vocab_size: int = VOCAB) -> tuple[RowResult, ...]:
+    chunks = tuple(
+        Chunk(sequence=i, token_ids=[0], start=0, page_table=np.zeros(1, np.int32), sample=spec)
+        for i, (_, spec) in enumerate(rows)
+    )
+    logits = torch.stack([row for row, _ in rows])
+    return Sampler(vocab_size).sample(StepPlan(chunks=chunks), logits).rows
+
+
+def reference(fields: dict[str, float]) -> np.ndarray:
+    """The distribution that a draw should have."""
+    scaled = LOGITS.double().numpy() / fields.get("temperature", 1.0)
+    probs = np.exp(scaled - scaled.max())
+    probs /= probs.sum()
+    order = np.argsort(-probs, kind="stable")
+    kept, mass = [], 0.0
+    for rank, token in enumerate(order):
+        if rank >= fields.get("top_k", VOCAB) or mass >= fields.get("top_p", 1.0):
+            break
+        if probs[token] < fields.get("min_p", 0.0) * probs[order[0]]:
+            break
+        kept.append(token)
+        mass += probs[token]
+    out = np.zeros(VOCAB)
+    out[kept] = probs[kept] / mass
+    return out
+
+
+def deviates(probs: np.ndarray, counts: Counter[int], num: int) -> bool:
+    """Whether any cell is further from its expectation than 5 standard deviations allow."""
+    for token in range(VOCAB):
+        expected = num * probs[token]
+        spread = np.sqrt(num * probs[token] * (1 - probs[token]))
+        if abs(counts[token] - expected) > 5 * spread + 1e-9:
+            return True
+    return False
+
+
+CASES = [
+    {"temperature": 1.0},
+    {"temperature": 0.6},
+    {"temperature": 1.3, "top_k": 3},
+    {"temperature": 1.0, "top_p": 0.7},
+    {"temperature": 1.0, "min_p": 0.2},
+    {"temperature": 1.5, "top_k": 6, "top_p": 0.9, "min_p": 0.05},
+]
+
+
+def draws(fields: dict[str, float], num: int) -> Counter[int]:
+    counts: Counter[int] = Counter()
+    for start in range(0, num, 250):
+        rows = [(LOGITS, spec(position, **fields)) for position in range(start, start + 250)]
+        counts.update(row.token_id for row in sample(*rows))
+    return counts
+
+
+@pytest.mark.parametrize("fields", CASES, ids=str)
+def test_draws_follow_the_distribution(fields: dict[str, float]) -> None:
+    counts = draws(fields, 3000)
+    assert not deviates(reference(fields), counts, 3000)
+    wrong = {**fields, "temperature": fields["temperature"] * 1.6}
+    assert deviates(reference(wrong), counts, 3000), "a wrong temperature is noticed"
+
+
+def test_greedy_and_tiny_temperature() -> None:
+    best = int(LOGITS.argmax())
+    assert [row.token_id for row in sample((LOGITS, spec(temperature=0)), (LOGITS, spec(temperature=1e-6)))] == [
+        best
+    ] * 2
+
+
+def test_top_p_keeps_the_token_that_crosses() -> None:
+    logits = torch.full((VOCAB,), -1e9)
+    logits[:2] = torch.tensor([0.5, 0.5]).log()
+    seen = {sample((logits, spec(position, top_p=0.5)))[0].token_id for position in range(40)}
+    assert seen == {0}, "half of the mass is reached by the first of two equals"
+    seen = {sample((logits, spec(position, top_p=0.51)))[0].token_id for position in range(40)}
+    assert seen == {0, 1}
+
+
+def test_a_draw_depends_on_seed_and_position_only() -> None:
+    alone = sample((LOGITS, spec(5, seed=9)))[0].token_id
+    crowd = sample((LOGITS + 1, spec(0)), (LOGITS, spec(5, seed=9)), (LOGITS, spec(6, seed=9)))
+    assert crowd[1].token_id == alone
+    assert len({sample((LOGITS, spec(5, seed=seed)))[0].token_id for seed in range(40)}) > 3
+
+
+@pytest.mark.parametrize(
+    ("fields", "change"),
+    [
+        ({"frequency_penalty": 1.5}, lambda value, count: value - 1.5 * count),
+        ({"presence_penalty": 0.7}, lambda value, count: value - 0.7),
+        ({"repetition_penalty": 1.3}, lambda value, count: value / 1.3 if value > 0 else value * 1.3),
+    ],
+)
+def test_penalties(fields: dict[str, float], change: Callable[[float, int], float]) -> None:
+    output = [2, 2, 7]
+    want = LOGITS.clone()
+    for token in (2, 7):
+        want[token] = change(float(LOGITS[token]), output.count(token))
+    for position in range(30):
+        got = sample((LOGITS, spec(position, output=output, **fields)))[0].token_id
+        assert got == sample((want, spec(position)))[0].token_id
+
+
+def test_mask_and_blocked_ids() -> None:
+    worst = int(LOGITS.argmin())
+    assert sample((LOGITS, spec(temperature=0, matcher=Only(worst))))[0].token_id == worst
+    best = int(LOGITS.argmax())
+    assert sample((LOGITS, spec(temperature=0, blocked=(best,))))[0].token_id == int(LOGITS.topk(2).indices[1])
+
+
+def test_padding_is_never_drawn() -> None:
+    logits = LOGITS.clone()
+    logits[VOCAB - 2 :] = 99.0
+    assert sample((logits, spec(temperature=0)), vocab_size=VOCAB - 2)[0].token_id == int(LOGITS[: VOCAB - 2].argmax())
+
+
+def test_bad_rows_fail_alone() -> None:
+    nan = LOGITS.clone()
+    nan[3] = float("nan")
+    rows = sample((LOGITS, spec(temperature=0)), (nan, spec(temperature=0)), (LOGITS, spec(matcher=Only())))
+    assert rows[0].token_id == int(LOGITS.argmax())
+    assert rows[1].failed is not None
+    assert rows[1].failed[0] == "invalid_logits"
+    assert rows[2].failed is not None
+    assert rows[2].failed[0] == "constraint_dead_end"
+
+
+def test_scores_are_log_probabilities_of_the_model() -> None:
+    chunk = Chunk(
+        sequence=4,
+        token_ids=[1, 2, 3],
+        start=0,
+        page_table=np.arange(3, dtype=np.int32),
+        scores=(ScoreSpec(offset=0, token_ids=(5,)), ScoreSpec(offset=2, token_ids=(1, 0))),
+    )
+    logits = torch.stack([LOGITS, LOGITS.flip(0)])
+    (row,) = Sampler(VOCAB).sample(StepPlan(chunks=(chunk,)), logits).rows
+    want = torch.log_softmax(logits.double(), dim=-1)
+    assert row.scores[0] == pytest.approx([float(want[0, 5])], abs=1e-5)
+    assert row.scores[1] == pytest.approx([float(want[1, 1]), float(want[1, 0])], abs=1e-5)
+
+
+def test_logprobs_ignore_temperature_and_penalties() -> None:
+    (row,) = sample(
+        (LOGITS, spec(temperature=0.5, output=[1], presence_penalty=1.0, return_logprob=True, top_logprobs_num=2))
+    )
+    want = torch.log_softmax(LOGITS.double(), dim=-1)
+    assert row.logprob == pytest.approx(float(want[row.token_id]), abs=1e-5)
+    assert [token for token, _ in row.top] == LOGITS.topk(2).indices.tolist()
