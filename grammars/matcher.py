@@ -1,6 +1,6 @@
 """The interface between a compiled constraint and the sampler.
 
-Owns the two protocols that every backend implements and every test double too; `tests/unit/matcher_conformance.py`
+Owns the two protocols that every backend implements and every test double too; `tests/support/matcher_conformance.py`
 is the suite that an implementation must pass. A `Matcher` follows one sequence and has one owner, the scheduler's
 process; only `fill` may run in a thread, and never while another call on the same matcher does.
 

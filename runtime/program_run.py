@@ -302,6 +302,9 @@ class ProgramRun:
                 self._prepare_gen(branch, node)
             case Select():
                 branch.busy = True
+                if reopened := branch.transcript.reopen():
+                    # A fork or mark ended the unit; the options are encoded with its text all the same.
+                    self._scheduler.truncate(branch.sequence, len(branch.sequence) - reopened)
                 pending = branch.transcript.pending_pieces
                 self._services.run_job(
                     partial(self._encode_options, branch, node, pending),
@@ -504,11 +507,9 @@ class ProgramRun:
     def _encode_options(
         self, branch: Branch, node: Select, pending: Sequence[Piece]
     ) -> tuple[Selection, list[int], int]:
-        encode = self._services.tokenizer.encode_pieces
         start = not branch.sequence.token_ids
-        unit = encode(pending, start)
-        selection = Selection(unit, [encode([*pending, Piece(choice)], start) for choice in node.choices])
-        return selection, unit, sum(len(piece.text.encode()) for piece in pending if not piece.template)
+        unit, encoded = self._services.tokenizer.encode_continuations(pending, node.choices, start)
+        return Selection(unit, encoded), unit, sum(len(piece.text.encode()) for piece in pending if not piece.template)
 
     def _start_select(
         self, branch: Branch, node: Select, selection: Selection, unit: list[int], num_bytes: int

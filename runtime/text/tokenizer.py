@@ -31,6 +31,10 @@ from sgl.limits import DEFAULT_LIMITS, Limits
 from sgl.runtime.text.template import ChatTemplate
 
 
+_TAIL_CHARS = 256
+"""Characters at the end of a text that are encoded anew with each option of a select."""
+
+
 class Piece(NamedTuple):
     """A stretch of prompt text. Special tokens are recognised only in template pieces."""
 
@@ -237,6 +241,32 @@ class Tokenizer:
         """
         atoms = [atom for piece in pieces for atom in (self.split_template(piece.text) if piece.template else (piece,))]
         return [token_id for run in self.encode_runs(atoms, start) for token_id in run.ids]
+
+    def encode_continuations(
+        self, pieces: Sequence[Piece], options: Sequence[str], start: bool = True
+    ) -> tuple[list[int], list[list[int]]]:
+        """Ids of `pieces` alone, and of `pieces` with each option behind them.
+
+        Equal to `encode_pieces` for each, but a long text is encoded once: an option can change the tokens of the last
+        word only, so each is encoded with the end of the text, from a space on that is a token boundary there.
+        """
+        whole = self.encode_pieces(pieces, start)
+        head, tail = self._cut(pieces, whole)
+        return whole, [head + self.encode_pieces((*tail, Piece(option)), start and not head) for option in options]
+
+    def _cut(self, pieces: Sequence[Piece], whole: list[int]) -> tuple[list[int], Sequence[Piece]]:
+        """Ids of the beginning of `pieces`, and the end that may change with what follows."""
+        if not pieces or pieces[-1].template or len(pieces[-1].text) < 2 * _TAIL_CHARS:
+            return [], pieces
+        text = pieces[-1].text
+        space = text.rfind(" ", 0, len(text) - _TAIL_CHARS)
+        if space <= 0 or text[space - 1].isspace() or text[space + 1].isspace():
+            return [], pieces
+        tail = (Piece(text[space:]),)
+        ids = self.encode_pieces(tail, start=False)
+        if whole[len(whole) - len(ids) :] != ids:
+            return [], pieces
+        return whole[: len(whole) - len(ids)], tail
 
     def split_template(self, text: str) -> list[Piece]:
         """Template text as pieces: each special token alone (`template=True`), ordinary text between them."""

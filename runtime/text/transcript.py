@@ -63,13 +63,15 @@ class _Segment(NamedTuple):
 class _Run(NamedTuple):
     """Tokens that do not depend on what follows, and all that is before them: a list shared by forks.
 
-    `num_tokens` and `chat_len` count from the beginning of the state, this run included.
+    `num_tokens` and `chat_len` count from the beginning of the state, this run included. `encoded` text may be encoded
+    again; a generation's ids are the truth, and a special token is what it is.
     """
 
     before: _Run | None
     segments: tuple[_Segment, ...]
     num_tokens: int
     chat_len: int
+    encoded: bool
 
 
 class Transcript:
@@ -172,11 +174,25 @@ class Transcript:
         position = 0
         ids: list[int] = []
         for run in runs:
-            self._append(segments[position : position + run.num_pieces], len(run.ids))
+            stretch = segments[position : position + run.num_pieces]
+            self._append(stretch, len(run.ids), encoded=not stretch[0].template)
             position += run.num_pieces
             ids.extend(run.ids)
         self._pending = []
         return ids
+
+    def reopen(self) -> int:
+        """Make the text at the end of the state pending again, so that what follows is encoded with it.
+
+        Returns:
+            The tokens that the state loses: 0 when it ends in a generation or a special token, or text is pending.
+        """
+        last = self._last
+        if self._pending or last is None or not last.encoded:
+            return 0
+        self._last = last.before
+        self._pending = list(last.segments)
+        return last.num_tokens - (last.before.num_tokens if last.before is not None else 0)
 
     def add_generated(self, text: str, num_tokens: int) -> None:
         """Append the text of `num_tokens` ids that are in the state already; inside a role it is content.
@@ -186,7 +202,7 @@ class Transcript:
         """
         if self._pending:
             raise InternalError("text is pending before a generation; flush it first")
-        self._append([_Segment(text, template=False, chat=self.role is not None)], num_tokens)
+        self._append([_Segment(text, template=False, chat=self.role is not None)], num_tokens, encoded=False)
         if self.role is not None and text:
             self._content += (text,)
 
@@ -338,7 +354,7 @@ class Transcript:
 
     # --- segments ---------------------------------------------------------------------------------------------------
 
-    def _append(self, segments: Sequence[_Segment], num_tokens: int) -> None:
+    def _append(self, segments: Sequence[_Segment], num_tokens: int, *, encoded: bool) -> None:
         chat_len = sum(len(segment.text) for segment in segments if segment.chat)
         before = self._last
         self._last = _Run(
@@ -346,6 +362,7 @@ class Transcript:
             tuple(segments),
             num_tokens + (before.num_tokens if before is not None else 0),
             chat_len + (before.chat_len if before is not None else 0),
+            encoded,
         )
 
     def _extend(self, pieces: Sequence[Piece]) -> None:

@@ -249,6 +249,23 @@ def test_select_again_uses_the_cache_and_still_scores() -> None:
     assert first.choices == second.choices
 
 
+def test_select_after_a_fork_scores_like_one_without() -> None:
+    """The unit that a fork ended is opened again: options join its last characters as they would without the fork."""
+    choices = ("yes", "no")
+    plain, forked = Rig(), Rig()
+    start(plain, 1, text(0, "pick: "), Select(id=1, name="c", choices=choices))
+    start(
+        forked,
+        1,
+        text(0, "pick: "),
+        Fork(id=1, children=(1, 2)),
+        *(Select(id=1 + b, branch=b, name="c", choices=choices) for b in (1, 2)),
+    )
+    plain.run()
+    forked.run()
+    assert [event.choices for event in forked.of(1, ValueEvent)] == [plain.of(1, ValueEvent)[0].choices] * 2
+
+
 def test_roles_go_through_the_template() -> None:
     rig = Rig()
     start(

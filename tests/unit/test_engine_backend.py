@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from unit.backend_conformance import BackendConformance
+from support.backend_conformance import BackendConformance
 
 from sgl.lang.backend import Backend
 from sgl.runtime.engine import Engine

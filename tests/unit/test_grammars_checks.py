@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import subprocess
 import sys
 import threading
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import llguidance
 import pytest
+from support.matcher_conformance import world
 
 from sgl.errors import (
     ConstraintTooComplex,
@@ -30,18 +28,7 @@ from sgl.grammars.matcher import StopReason
 from sgl.grammars.spec import Choices, Constraint, JsonSchema, Regex, canonical_schema
 from sgl.limits import DEFAULT_LIMITS, Limits
 
-
-def _load(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-WORLD = _load("matcher_conformance").world()
+WORLD = world()
 
 
 def new_compiler(**options: Any) -> GrammarCompiler:

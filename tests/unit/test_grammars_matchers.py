@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 import random
-import sys
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support import matcher_conformance as conformance
 
 from sgl.errors import InvalidConstraint
 from sgl.grammars.choices import ChoicesGrammar, Vocabulary
@@ -20,18 +17,6 @@ from sgl.grammars.compiler import GrammarCompiler
 from sgl.grammars.matcher import CompiledGrammar, Matcher, StopReason, allocate_bitmask, bitmask_to_bool
 from sgl.grammars.spec import Choices, Constraint, JsonSchema, Regex
 
-
-def _load(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-conformance = _load("matcher_conformance")
 WORLD = conformance.world()
 COMPILER = GrammarCompiler(WORLD.tokenizer_json, WORLD.vocab_size, WORLD.eos_ids)
 

@@ -6,35 +6,21 @@ After a while they prefer to close what is open, so that they end.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import random
 import re
-import sys
 from decimal import Decimal
-from pathlib import Path
-from types import ModuleType
 
 import jsonschema_rs
 import numpy as np
 import pytest
+from support.matcher_conformance import world
 
 from sgl.grammars.compiler import GrammarCompiler
 from sgl.grammars.matcher import CompiledGrammar, allocate_bitmask, bitmask_to_bool
 from sgl.grammars.spec import JsonSchema, Regex, canonical_schema
 
-
-def _load(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-WORLD = _load("matcher_conformance").world()
+WORLD = world()
 COMPILER = GrammarCompiler(WORLD.tokenizer_json, WORLD.vocab_size, WORLD.eos_ids)
 NUM_WALKS = 8
 PATIENCE = 60

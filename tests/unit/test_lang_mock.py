@@ -2,28 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
+from support.backend_conformance import BackendConformance
 
 import sgl
 from sgl.errors import EngineDead, GenerationError, InternalError, InvalidParameter, SglError
 from sgl.lang.graph import Gen
 
-_spec = importlib.util.spec_from_file_location(
-    "backend_conformance", Path(__file__).with_name("backend_conformance.py")
-)
-assert _spec is not None
-assert _spec.loader is not None
-_suite = importlib.util.module_from_spec(_spec)
-sys.modules["backend_conformance"] = _suite
-_spec.loader.exec_module(_suite)
 
-
-class TestMock(_suite.BackendConformance):
+class TestMock(BackendConformance):
     @pytest.fixture
     def backend(self) -> Iterator[sgl.MockBackend]:
         with sgl.MockBackend() as mock:

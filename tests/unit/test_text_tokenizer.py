@@ -135,3 +135,14 @@ def test_metaspace_and_byte_fallback() -> None:
     assert tokenizer.encode_pieces([Piece("</s>", template=True), Piece("a")]) == [6, 3]
     assert tokenizer.encode_pieces([Piece("a")], start=False) == [3]
     assert [tokenizer.token_bytes(token_id) for token_id in (1, 5)] == [b"\n", b" a"]
+
+
+def test_continuations_equal_encoding_each_whole() -> None:
+    tokenizer = Tokenizer.from_gguf(gguf())
+    long = "the theory of the other " * 40
+    for text in (long, long + "th", long + "  ", "the ", "", long + " the"):
+        pieces = (Piece(text),) if text else ()
+        options = ["e", " the", "ory", "\n"]
+        whole, each = tokenizer.encode_continuations(pieces, options)
+        assert whole == tokenizer.encode_pieces(pieces)
+        assert each == [tokenizer.encode_pieces((*pieces, Piece(option))) for option in options]

@@ -284,3 +284,18 @@ def test_state_is_the_rendering_however_text_is_cut(
     template = whole.tokenizer.chat_template
     assert template is not None
     assert whole.transcript.text == template.render(whole.transcript.messages)
+
+
+def test_reopen_gives_back_the_last_text_and_nothing_else() -> None:
+    transcript = Transcript(Tokenizer.toy())
+    assert transcript.reopen() == 0
+    transcript.add_text("abc")
+    assert transcript.reopen() == 0, "it is pending already"
+    ids = transcript.flush()
+    branch = transcript.copy()
+    assert (branch.reopen(), branch.num_tokens, branch.text) == (len(ids), 0, "abc")
+    branch.add_text("d")
+    assert branch.flush() == list(b"abcd")
+    assert transcript.num_tokens == 3, "the other branch keeps its own"
+    transcript.add_generated("x", 1)
+    assert transcript.reopen() == 0, "a generation's ids are the truth"
