@@ -1,7 +1,7 @@
 """What executes request graphs: the protocol between the language and every backend.
 
 Owns the protocols `Backend` and `Session`. The local engine, remote servers, API backends, replay and the mock
-implement them; the interpreter uses nothing else. `tests/support/backend_conformance.py` is the suite for implementations.
+implement them; the interpreter uses nothing else. Every implementation passes `tests/support/backend_conformance.py`.
 
 A session is one running program. Its events arrive through the sink given to `open`, on a thread of the backend, in
 order, ending with exactly one `DoneEvent` or `FailedEvent`. The sink must not block. No call blocks except on the

@@ -30,7 +30,6 @@ from sgl.errors import CorruptModel, InvalidParameter, UnsupportedModel
 from sgl.limits import DEFAULT_LIMITS, Limits
 from sgl.runtime.text.template import ChatTemplate
 
-
 _TAIL_CHARS = 256
 """Characters at the end of a text that are encoded anew with each option of a select."""
 
