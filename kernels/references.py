@@ -37,3 +37,16 @@ _REFERENCES = {
 
 for _op, _module in _REFERENCES.items():
     registry.register(_op, "torch")(_lazily(_module, _op))
+
+
+@registry.register(
+    "paged_attention",
+    "fixed_blocks",
+    priority=10,
+    supports=lambda facts: None if facts.deterministic else "slower; it runs in deterministic mode only",
+)
+def _(*args: Any, **kwargs: Any) -> Any:
+    return _fixed_blocks(*args, **kwargs)
+
+
+_fixed_blocks = _lazily("sgl.kernels.deterministic", "paged_attention")

@@ -26,6 +26,8 @@ class OpFacts(msgspec.Struct, frozen=True, kw_only=True):
     num_heads: int = 1
     num_kv_heads: int = 1
     page_size: int = 1
+    deterministic: bool = False
+    """Every row's result must be the same bits whatever else is in the step."""
 
 
 class Implementation(msgspec.Struct, frozen=True):

@@ -64,6 +64,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     random_seed: Annotated[Seed | None, Meta(description="Seed of generations that have none.")] = None
     num_threads: Annotated[Count | None, Meta(description="CPU threads of the model.")] = None
     offline: Annotated[bool, Meta(description="Never touch the network; use what is in the cache.")] = False
+    enable_deterministic_inference: Annotated[
+        bool,
+        Meta(description="Logits equal to the bit alone, batched, cached and chunked; float32 on the CPU, slower."),
+    ] = False
     message_log: Annotated[
         str | None, Meta(description="File to which the worker appends each message it receives, as a line of JSON.")
     ] = None
@@ -124,6 +128,7 @@ class ResolvedConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_running_requests: int
     chunked_prefill_size: int
     disable_radix_cache: bool
+    deterministic: bool
     rerender: Literal["template", "keep"]
     random_seed: int
     num_threads: int
@@ -166,6 +171,13 @@ def resolve(config: EngineConfig, facts: Facts) -> ResolvedConfig:
         else:
             known = facts.checkpoint_dtype if facts.checkpoint_dtype in get_args(Dtype) else "bfloat16"
             dtype = decide("dtype", "bfloat16" if known == "float32" else known, "the checkpoint's, at most 16 bits")
+
+    if config.enable_deterministic_inference and (device, dtype) != ("cpu", "float32"):
+        raise ConfigError(
+            f"enable_deterministic_inference works with float32 on the CPU, not with {dtype} on {device}",
+            hint="set device to cpu and dtype to float32",
+            param="enable_deterministic_inference",
+        )
 
     context_len = config.context_length
     if context_len is None:
@@ -222,6 +234,7 @@ def resolve(config: EngineConfig, facts: Facts) -> ResolvedConfig:
         max_running_requests=running,
         chunked_prefill_size=chunk,
         disable_radix_cache=config.disable_radix_cache,
+        deterministic=config.enable_deterministic_inference,
         rerender=config.rerender,
         random_seed=seed,
         num_threads=threads,

@@ -15,6 +15,7 @@ import torch
 
 from sgl.errors import ConfigError
 from sgl.kernels.attention import AttentionPlan, plan_attention
+from sgl.kernels.deterministic import ROWS
 from sgl.runtime.config import GiB, ResolvedConfig
 from sgl.runtime.models.registry import CausalLM, ModelConfig
 from sgl.runtime.plan import StepPlan
@@ -33,8 +34,10 @@ class ForwardBatch:
     attention: AttentionPlan
 
     @classmethod
-    def from_plan(cls, plan: StepPlan, page_size: int, device: torch.device | str = "cpu") -> ForwardBatch:
-        """The tensors of `plan`."""
+    def from_plan(
+        cls, plan: StepPlan, page_size: int, device: torch.device | str = "cpu", *, multiple: int = 1
+    ) -> ForwardBatch:
+        """The tensors of `plan`; tokens and rows of logits are filled up to a multiple of `multiple`."""
         token_ids: list[int] = []
         positions: list[int] = []
         logit_rows: list[int] = []
@@ -42,6 +45,8 @@ class ForwardBatch:
             logit_rows.extend(len(token_ids) + offset for offset in chunk.logit_offsets)
             token_ids.extend(chunk.token_ids)
             positions.extend(range(chunk.start, chunk.end))
+        for filled in (token_ids, positions, *([logit_rows] if logit_rows else [])):
+            filled.extend([0] * (-len(filled) % multiple))
         return cls(
             token_ids=torch.tensor(token_ids, dtype=torch.int64, device=device),
             positions=torch.tensor(positions, dtype=torch.int64, device=device),
@@ -105,6 +110,8 @@ class ModelRunner:
         self.model_config = model_config
         self.device = torch.device(resolved.device)
         self.page_size = resolved.page_size
+        # Torch's matmuls compute a row in the same way for every such number of rows, and not for others.
+        self._multiple = ROWS if resolved.deterministic else 1
         dtype = getattr(torch, resolved.dtype)
         self.cache = KVCache(model_config, resolved.num_pages, resolved.page_size, dtype, self.device)
 
@@ -113,5 +120,6 @@ class ModelRunner:
         """Compute the plan's tokens; float32 logits `[R, V]` in chunk order, then in the order of `logit_offsets`."""
         if not plan.chunks:
             return torch.empty(0, self.model_config.vocab_size, dtype=torch.float32, device=self.device)
-        batch = ForwardBatch.from_plan(plan, self.page_size, self.device)
-        return self.model(batch, self.cache)
+        batch = ForwardBatch.from_plan(plan, self.page_size, self.device, multiple=self._multiple)
+        num_rows = sum(len(chunk.logit_offsets) for chunk in plan.chunks)
+        return self.model(batch, self.cache)[:num_rows]

@@ -115,7 +115,7 @@ class Worker:
             f"loading {source.name}: {resolved.weights_bytes / 2**20:.0f} MiB of weights, "
             f"{resolved.pool_tokens * resolved.kv_bytes_per_token / 2**20:.0f} MiB for {resolved.pool_tokens} tokens"
         )
-        model = checkpoint.build_model(resolved.dtype, resolved.device)
+        model = checkpoint.build_model(resolved.dtype, resolved.device, deterministic=resolved.deterministic)
         runner = ModelRunner(model, checkpoint.config, resolved)
         core = EngineCore(
             resolved,

@@ -169,6 +169,7 @@ def _op_facts(model: ModelReport) -> registry.OpFacts:
         num_heads=model.config.num_attention_heads,
         num_kv_heads=model.config.num_key_value_heads,
         page_size=model.resolved.page_size,
+        deterministic=model.resolved.deterministic,
     )
 
 

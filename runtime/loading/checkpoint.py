@@ -92,7 +92,9 @@ class Checkpoint:
         """Machine and model, for `runtime.config.resolve`."""
         return gather_facts(self.config)
 
-    def build_model(self, dtype: str = "float32", device: str = "cpu") -> torch.nn.Module:
+    def build_model(
+        self, dtype: str = "float32", device: str = "cpu", *, deterministic: bool = False
+    ) -> torch.nn.Module:
         """The model with its weights in `dtype` on `device`, ready for `ModelRunner`.
 
         Raises:
@@ -103,7 +105,7 @@ class Checkpoint:
 
         torch_dtype: torch.dtype = getattr(torch, dtype)
         model: torch.nn.Module = model_class(self.config.architecture)(
-            self.config, dtype=torch_dtype, device=torch.device(device)
+            self.config, dtype=torch_dtype, device=torch.device(device), deterministic=deterministic
         )
         expected = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
         missing = dict(expected)

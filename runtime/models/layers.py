@@ -29,7 +29,7 @@ def _parameter(*shape: int, dtype: torch.dtype) -> nn.Parameter:
     return nn.Parameter(torch.empty(*shape, dtype=dtype, device="meta"), requires_grad=False)
 
 
-def op_facts(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> OpFacts:
+def op_facts(config: ModelConfig, dtype: torch.dtype, device: torch.device, *, deterministic: bool) -> OpFacts:
     """What the registry may decide on for this model."""
     return OpFacts(
         device=device.type,
@@ -37,6 +37,7 @@ def op_facts(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> O
         head_dim=config.head_dim,
         num_heads=config.num_attention_heads,
         num_kv_heads=config.num_key_value_heads,
+        deterministic=deterministic,
     )
 
 
@@ -136,7 +137,8 @@ class Attention(nn.Module):
         key_TKD = self.rotary(self.k_proj(x_TN).view(num_tokens, -1, self.head_dim), *angles)
         value_TKD = self.v_proj(x_TN).view(num_tokens, -1, self.head_dim)
         keys_SKD, values_SKD = cache.layer(self.layer)
-        self.kv_write(keys_SKD, values_SKD, key_TKD, value_TKD, batch.attention.write_slots)
+        slots = batch.attention.write_slots
+        self.kv_write(keys_SKD, values_SKD, key_TKD[: len(slots)], value_TKD[: len(slots)], slots)
         mixed_THD = self.paged_attention(query_THD, keys_SKD, values_SKD, batch.attention, self.scale)
         return self.o_proj(mixed_THD.reshape(num_tokens, -1))
 

@@ -43,9 +43,9 @@ class DecoderLayer(nn.Module):
 class LlamaModel(nn.Module):
     """Everything below the head."""
 
-    def __init__(self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device, deterministic: bool) -> None:
         super().__init__()
-        facts = op_facts(config, dtype, device)
+        facts = op_facts(config, dtype, device, deterministic=deterministic)
         self.dtype = dtype
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, dtype=dtype)
         self.layers = nn.ModuleList(
@@ -72,17 +72,20 @@ class LlamaForCausalLM(nn.Module):
     Args:
         dtype: of weights and activations.
         device: where the weights will be put by the loader; parameters stay on the meta device until then.
+        deterministic: choose ops whose rows do not depend on what else is in the step.
 
     Raises:
         UnsupportedModel: an activation or rope scaling that is not known here.
     """
 
-    def __init__(self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device, deterministic: bool = False
+    ) -> None:
         super().__init__()
         if config.hidden_act != "silu":
             raise UnsupportedModel(f"hidden_act is {config.hidden_act!r}", hint="supported is silu")
         self.vocab_size = config.vocab_size
-        self.model = LlamaModel(config, dtype=dtype, device=device)
+        self.model = LlamaModel(config, dtype=dtype, device=device, deterministic=deterministic)
         self.lm_head = (
             None
             if config.tie_word_embeddings

@@ -88,6 +88,7 @@ def small_config(**changes: object) -> ResolvedConfig:
         "max_running_requests": 16,
         "chunked_prefill_size": 64,
         "disable_radix_cache": False,
+        "deterministic": False,
         "rerender": "template",
         "random_seed": 0,
         "num_threads": 1,
