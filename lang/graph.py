@@ -45,9 +45,9 @@ def _number(name: str, value: Any, *, low: float, high: float | None = None, ope
         raise InvalidParameter(f"{name} is {value!r}; expected {span}", param=name)
 
 
-def _integer(name: str, value: Any, *, low: int, high: int | None = None) -> None:
-    span = f"an integer >= {low}" + (f" and <= {high}" if high is not None else "")
-    if isinstance(value, bool) or not isinstance(value, int) or value < low or (high is not None and value > high):
+def _integer(name: str, value: Any, *, low: int, high: int = 2**63 - 1) -> None:
+    span = f"an integer >= {low}" + (f" and <= {high}" if high < 2**63 - 1 else "")
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
         raise InvalidParameter(f"{name} is {value!r}; expected {span}", param=name)
 
 
@@ -113,7 +113,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, fo
         if self.top_k == 0:
             raise InvalidParameter("top_k is 0; expected -1 (off) or at least 1", param="top_k")
         if self.seed is not None:
-            _integer("seed", self.seed, low=0, high=2**63 - 1)
+            _integer("seed", self.seed, low=0)
         if self.min_new_tokens > self.max_new_tokens:
             raise InvalidParameter(
                 f"min_new_tokens is {self.min_new_tokens}, more than max_new_tokens {self.max_new_tokens}",

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import atexit
 import json
+import logging
 import os
 import shutil
 import subprocess
@@ -30,6 +31,7 @@ import zmq
 from sgl.errors import EngineDead, SglError
 from sgl.lang.graph import DoneEvent, Event, FailedEvent, StateText
 from sgl.runtime.messages import (
+    Cancel,
     Events,
     Failed,
     FlushReply,
@@ -46,6 +48,8 @@ from sgl.runtime.messages import (
 )
 
 EventSink = Callable[[Event], None]
+
+log = logging.getLogger("sgl.client")
 
 _START = (
     "import json, sys; given = json.loads(sys.argv[1]); sys.path[:] = given['path']; "
@@ -77,6 +81,7 @@ class WorkerClient:
         self._numbers = count(1)
         self._dead: SglError | None = None
         self._closing = False
+        self._closed = False
         self._started: Future[None] = Future()
 
         self._folder = tempfile.mkdtemp(prefix="sgl-", dir=_short_folder())
@@ -90,6 +95,7 @@ class WorkerClient:
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_read, False)
         worker_end, self._life = os.pipe()
+        _clients.add(self)
         # The worker imports what this process imports, but never from the current folder on its own account.
         given = {"path": [path for path in sys.path if path], "address": address, "pipe": worker_end}
         try:
@@ -103,7 +109,7 @@ class WorkerClient:
         self._pidfd = os.pidfd_open(self._process.pid)
         self._thread = threading.Thread(target=self._serve, name="sgl-engine", daemon=True)
         self._thread.start()
-        atexit.register(_close_at_exit, weakref.ref(self))
+        atexit.register(self.close)
         self.send(Hello(config))
         try:
             self._started.result()
@@ -137,7 +143,7 @@ class WorkerClient:
             if self._dead is not None:
                 raise EngineDead(self._dead.message, hint=self._dead.hint)
             self._out.append(frame)
-        self._wake()
+            self._wake()
 
     def open(self, sink: EventSink) -> int:
         """A number for a new program whose events go to `sink`."""
@@ -156,8 +162,9 @@ class WorkerClient:
             self.send(make(number))
         except SglError as error:
             with self._lock:
-                self._futures.pop(number, None)
-            future.set_exception(error)
+                waiting = self._futures.pop(number, None)
+            if waiting is not None:  # else it was failed with everyone else's
+                waiting.set_exception(error)
         return future
 
     def close(self, timeout_s: float = 10.0) -> None:
@@ -167,7 +174,10 @@ class WorkerClient:
                 return
             self._closing = True
             self._out.append(pack(Shutdown()))
-        self._wake()
+            self._wake()
+        atexit.unregister(self.close)
+        if not self._started.done():
+            self._process.kill()  # while it loads a model it reads no messages
         try:
             self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -176,13 +186,26 @@ class WorkerClient:
         self._thread.join()
         self._socket.close()
         self._context.term()
-        for descriptor in (self._wake_read, self._wake_write, self._life, self._pidfd):
-            os.close(descriptor)
+        with self._lock:
+            self._closed = True
+            for descriptor in (self._wake_read, self._wake_write, self._life, self._pidfd):
+                os.close(descriptor)
+        _clients.discard(self)
         shutil.rmtree(self._folder, ignore_errors=True)
 
     # --- the thread ---
 
     def _serve(self) -> None:
+        """The thread: whatever it cannot handle ends the engine, and everyone is told."""
+        try:
+            self._exchange()
+        except Exception as error:
+            log.exception("the engine's connection ends")
+            self._process.kill()
+            self._process.wait()
+            self._fail_all(EngineDead(f"the connection to the worker broke: {type(error).__name__}: {error}"))
+
+    def _exchange(self) -> None:
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._wake_read, zmq.POLLIN)
@@ -215,7 +238,7 @@ class WorkerClient:
                     if isinstance(event, (DoneEvent, FailedEvent)):
                         self._sinks.pop(program, None)
                     if sink is not None:
-                        sink(event)
+                        self._deliver(program, sink, event)
             case StateReply():
                 self._answer(message.request, message.state, message.error)
             case StatsReply():
@@ -224,7 +247,10 @@ class WorkerClient:
                 self._answer(message.request, message.pages, None)
             case Progress():
                 if self._on_progress is not None:
-                    self._on_progress(message.text)
+                    try:
+                        self._on_progress(message.text)
+                    except OSError:  # the terminal is gone; the engine is not
+                        self._on_progress = None
             case Ready():
                 self.epoch = message.epoch
                 self.info = message.info
@@ -252,16 +278,30 @@ class WorkerClient:
         if not self._started.done():
             self._started.set_exception(error)
         dead = error if isinstance(error, EngineDead) else EngineDead(error.message, hint=error.hint)
-        for sink in sinks.values():
-            sink(FailedEvent(error=dead.to_info()))
+        for program, sink in sinks.items():
+            self._deliver(program, sink, FailedEvent(error=dead.to_info()))
         for future in futures.values():
             future.set_exception(EngineDead(dead.message, hint=dead.hint))
 
-    def _wake(self) -> None:
+    def _deliver(self, program: int, sink: EventSink, event: Event) -> None:
+        """Hand over an event. A sink that raises loses its program, and nobody else's."""
         try:
+            sink(event)
+        except Exception:
+            log.exception("the consumer of program %d raised; the program is cancelled", program)
+            with self._lock:
+                if self._sinks.pop(program, None) is not None:
+                    self._out.append(pack(Cancel(program)))
+
+    def forget(self, program: int) -> None:
+        """The number of a program that was never sent."""
+        with self._lock:
+            self._sinks.pop(program, None)
+
+    def _wake(self) -> None:
+        """Make the thread look at what there is to send. The lock is held."""
+        if not self._closed:
             os.write(self._wake_write, b"w")
-        except OSError:
-            return  # closed meanwhile: nobody is left to wake
 
 
 def _short_folder() -> str | None:
@@ -269,7 +309,13 @@ def _short_folder() -> str | None:
     return None if len(tempfile.gettempdir()) < 80 else "/tmp"
 
 
-def _close_at_exit(reference: weakref.ref[WorkerClient]) -> None:
-    client = reference()
-    if client is not None:
-        client.close()
+_clients: weakref.WeakSet[WorkerClient] = weakref.WeakSet()
+
+
+def _leave_to_parent() -> None:
+    """In a fork of this process: its copy of the life pipe would keep the workers alive after their parent."""
+    for client in _clients:
+        os.close(client._life)
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Executor, Future
 from typing import Any, Protocol
 
-from sgl.errors import EngineDead, InternalError, SglError, StateLost
+from sgl.errors import EngineDead, InternalError, QueueTimeout, SglError, StateLost
 from sgl.grammars.compiler import GrammarCompiler
 from sgl.lang.graph import Event, Graph, ProgramOptions
 from sgl.limits import DEFAULT_LIMITS, Limits
@@ -73,6 +73,7 @@ class EngineCore:
     ) -> None:
         self.epoch = uuid.uuid4().hex
         self.config = config
+        self.limits = limits
         self.tokenizer = tokenizer
         self.stats = Stats()
         self.scheduler = Scheduler(config, self.stats, limits)
@@ -175,6 +176,16 @@ class EngineCore:
         now = self.now()
         for run in list(self._programs.values()):
             run.check_deadline(now)
+        for request in list(self.scheduler.waiting):
+            waited = now - request.queued_at
+            owner = self._watchers.get(request.sequence.id)
+            if waited > self.limits.max_queue_s and not request.last_step and owner is not None:
+                owner.fail(
+                    QueueTimeout(
+                        f"waited {waited:.0f} s for the first step; the limit is {self.limits.max_queue_s:g} s",
+                        hint="send again later, or fewer at a time",
+                    )
+                )
 
     def next_deadline(self) -> float | None:
         """The earliest deadline of an open program, on the engine's clock."""

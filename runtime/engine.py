@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from sgl.errors import EmptyPrompt, InvalidParameter, SglError
+from sgl.errors import EmptyPrompt, EngineDead, InternalError, InvalidParameter, SglError
 from sgl.grammars.spec import Constraint, JsonSchema, Regex, canonical_schema
 from sgl.lang.graph import (
     DeltaEvent,
@@ -143,9 +143,9 @@ class Engine:
         runs = [_Run(call, i, stream) for i, call in enumerate(calls)]
         if stream:
             return self._stream(runs, single)
-        for run in runs:
-            run.start(self)
         try:
+            for run in runs:
+                run.start(self)
             outputs = [run.result.result() for run in runs]
         except BaseException:
             _cancel(runs)
@@ -167,9 +167,9 @@ class Engine:
         runs = [_Run(call, i, stream) for i, call in enumerate(calls)]
         if stream:
             return self._async_stream(runs, single)
-        for run in runs:
-            run.start(self)
         try:
+            for run in runs:
+                run.start(self)
             outputs = await asyncio.gather(*(asyncio.wrap_future(run.result) for run in runs))
         except BaseException:
             _cancel(runs)
@@ -178,34 +178,35 @@ class Engine:
 
     def _stream(self, runs: list[_Run], single: bool) -> Iterator[Output]:
         queue: SimpleQueue[_Run] = SimpleQueue()
-        for run in runs:
-            run.start(self, queue.put)
-        open_runs = len(runs)
+        finished: set[int] = set()
         try:
-            while open_runs:
+            for run in runs:
+                run.start(self, queue.put)
+            while len(finished) < len(runs):
                 run = queue.get()
-                if run.result.done():
-                    open_runs -= 1
-                    yield run.finished(single)
-                else:
-                    yield run.partial(single)
+                if run.index not in finished:
+                    yield run.output(single, finished)
         finally:
             _cancel(runs)
 
     async def _async_stream(self, runs: list[_Run], single: bool) -> AsyncIterator[Output]:
         loop = asyncio.get_running_loop()
         queue: asyncio.Queue[_Run] = asyncio.Queue()
-        for run in runs:
-            run.start(self, lambda run: loop.call_soon_threadsafe(queue.put_nowait, run))
-        open_runs = len(runs)
+        finished: set[int] = set()
+
+        def put(run: _Run) -> None:
+            try:
+                loop.call_soon_threadsafe(queue.put_nowait, run)
+            except RuntimeError:  # the loop was closed: the consumer is gone, and its cancel is on the way
+                return
+
         try:
-            while open_runs:
+            for run in runs:
+                run.start(self, put)
+            while len(finished) < len(runs):
                 run = await queue.get()
-                if run.result.done():
-                    open_runs -= 1
-                    yield run.finished(single)
-                else:
-                    yield run.partial(single)
+                if run.index not in finished:
+                    yield run.output(single, finished)
         finally:
             _cancel(runs)
 
@@ -222,25 +223,34 @@ class EngineSession:
     def submit(self, graph: Graph, *, finish: bool = False) -> None:
         """Execute a whole program, or what is new of it."""
         with self._lock:
-            options, self._options = self._options, None
-            self._client.send(Submit(self._program, graph, open=options, finish=finish))
+            self._send(graph, finish)
 
     def read_state(self, branch: int) -> Future[StateText]:
         """The text and ids of a live branch after everything submitted so far."""
         with self._lock:
             if self._options is not None:
-                options, self._options = self._options, None
-                self._client.send(Submit(self._program, Graph(nodes=()), open=options))
+                self._send(Graph(nodes=()), finish=False)
         return self._client.ask(lambda request: ReadState(self._program, request, branch))
 
     def cancel(self) -> None:
         """Stop the program and release its state."""
         with self._lock:
-            if self._options is not None:
-                options, self._options = self._options, None
-                self._client.send(Submit(self._program, Graph(nodes=()), open=options))
-            if self._client.alive:
+            try:
+                if self._options is not None:
+                    self._send(Graph(nodes=()), finish=False)
                 self._client.send(Cancel(self._program))
+            except EngineDead:
+                return  # what died needs no cancelling
+
+    def _send(self, graph: Graph, finish: bool) -> None:
+        """Send a fragment; the first one opens the program. The lock is held."""
+        try:
+            self._client.send(Submit(self._program, graph, open=self._options, finish=finish))
+        except SglError:
+            if self._options is not None:
+                self._client.forget(self._program)
+            raise
+        self._options = None
 
 
 class _Call(msgspec.Struct, frozen=True):
@@ -278,17 +288,19 @@ class _Run:
     def start(self, engine: Engine, notify: Callable[[_Run], object] | None = None) -> None:
         self._notify = notify
         self._started = time.monotonic()
+        self.result.set_running_or_notify_cancel()  # a cancelled task cancels the program, not this future
         options = ProgramOptions(name="generate", stream=self.stream, want_text=False)
         self.session = engine.open(self._on_event, options)
         self.session.submit(self.call.graph(), finish=True)
 
-    def partial(self, single: bool) -> Output:
-        output: Output = {"text": self._text, "output_ids": list(self._ids)}
-        output["meta_info"] = {"id": self.id, "finish_reason": None, "completion_tokens": len(self._ids)}
-        return output if single else {**output, "index": self.index}
-
-    def finished(self, single: bool) -> Output:
-        output = self.result.result()
+    def output(self, single: bool, finished: set[int]) -> Output:
+        """What there is now; notes in `finished` when it is all."""
+        if self.result.done():
+            finished.add(self.index)
+            output = self.result.result()
+        else:
+            meta = {"id": self.id, "finish_reason": None, "completion_tokens": len(self._ids)}
+            output = {"text": self._text, "output_ids": list(self._ids), "meta_info": meta}
         return output if single else {**output, "index": self.index}
 
     def _on_event(self, event: Event) -> None:
@@ -305,16 +317,16 @@ class _Run:
                 if self._notify is not None:
                     self._notify(self)
             case DoneEvent():
-                self.result.set_result(self._output())
+                if self._value is None:
+                    self.result.set_exception(InternalError("the generation ended without a value"))
+                else:
+                    self.result.set_result(self._output(self._value))
                 if self._notify is not None:
                     self._notify(self)
             case _:
                 pass
 
-    def _output(self) -> Output:
-        value = self._value
-        if value is None:
-            raise InvalidParameter("the generation ended without a value")
+    def _output(self, value: ValueEvent) -> Output:
         finish: dict[str, Any] = {"type": value.finish}
         if value.finish == "length":
             finish["length"] = len(value.token_ids)

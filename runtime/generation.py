@@ -46,7 +46,9 @@ class Generation:
         self.seed = seed
         self.max_new_tokens = max_new_tokens
         self.matcher = matcher
-        self.decoder = StreamDecoder(tokenizer, sampling.stop, keep_stop=sampling.no_stop_trim)
+        self.decoder = StreamDecoder(
+            tokenizer, sampling.stop, keep_stop=sampling.no_stop_trim, min_tokens=sampling.min_new_tokens
+        )
         self.output_ids: list[int] = []
         self.logprobs: list[TokenLogprob] = []
         self.finish: str | None = None
@@ -64,7 +66,7 @@ class Generation:
 
     def spec(self) -> SampleSpec:
         """How to draw the next token."""
-        early = len(self.output_ids) < self.sampling.min_new_tokens and self.matcher is None
+        early = len(self.output_ids) < self.sampling.min_new_tokens
         return SampleSpec(
             sampling=self.sampling,
             seed=self.seed,

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from sgl.errors import ErrorInfo, InternalError
+from sgl.errors import ErrorInfo, InternalError, InvalidParameter
 from sgl.lang.graph import PROTOCOL, Event, Graph, ProgramOptions, StateText
 
 
@@ -131,8 +131,21 @@ _to_client = msgspec.msgpack.Decoder(ToClient)
 
 
 def pack(message: ToWorker | ToClient) -> bytes:
-    """One message as a frame."""
-    return _encoder.encode(message)
+    """One message as a frame.
+
+    Raises:
+        InvalidParameter: it holds text with lone surrogates, or a number of more than 64 bits.
+    """
+    try:
+        return _encoder.encode(message)
+    except UnicodeEncodeError as error:
+        raise InvalidParameter(
+            f"text has a lone surrogate at character {error.start}",
+            hint="decode the input with errors='replace' before passing it on",
+            param="text",
+        ) from None
+    except OverflowError:
+        raise InvalidParameter("a number does not fit 64 bits", hint="pass a smaller one") from None
 
 
 def unpack_to_worker(frame: bytes) -> ToWorker:

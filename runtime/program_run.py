@@ -12,7 +12,7 @@ fails ends the whole program: every request is aborted, every page let go, and o
 from __future__ import annotations
 
 import hashlib
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, Protocol
@@ -22,6 +22,8 @@ from sgl.errors import (
     DeadlineExceeded,
     EmptyPrompt,
     ErrorInfo,
+    InternalError,
+    InvalidParameter,
     InvalidProgram,
     SglError,
     StateLost,
@@ -61,7 +63,7 @@ from sgl.lang.graph import (
 from sgl.runtime.config import ResolvedConfig
 from sgl.runtime.generation import Generation
 from sgl.runtime.scheduler import Scheduler
-from sgl.runtime.selection import Path, Selection, decide
+from sgl.runtime.selection import Path, Selection, common_length, decide
 from sgl.runtime.sequence import Request
 from sgl.runtime.sequence import Sequence as TokenSequence
 from sgl.runtime.text.tokenizer import Piece, Tokenizer
@@ -113,7 +115,7 @@ class Branch:
         self.busy = False
         self.text_at_fork = 0
         self.num_streamed = 0
-        self.marks: dict[str, tuple[int, Transcript]] = {}
+        self.marks: dict[str, tuple[list[int], Transcript]] = {}
 
 
 class _Scoring:
@@ -153,6 +155,9 @@ class ProgramRun:
         self._blocked: set[int] = set()
         self._touched: set[int] = set()
         self._unborn: dict[int, deque[Node | _Read]] = {}  # nodes of branches whose fork is still queued
+        self._joining: Counter[int] = Counter()  # branch -> joins that are still queued
+        self._released: set[int] = set()
+        self._depth = 0
         self._finish = False
         self._usage = Usage()
         self._failed_at: tuple[int | None, int | None] = (None, None)
@@ -177,6 +182,8 @@ class ProgramRun:
             if isinstance(node, Fork):
                 for child in node.children:
                     self._lineage[child] = node.branch
+            elif isinstance(node, Join):
+                self._joining.update(node.children)
         by_branch: dict[int, list[Node]] = {}
         for node in graph.nodes:
             by_branch.setdefault(node.branch, []).append(node)
@@ -192,11 +199,13 @@ class ProgramRun:
     def read_state(self, branch_id: int, reply: Reply) -> None:
         """Answer with the branch's text once everything queued on it is done."""
         branch = self._branches.get(branch_id)
-        if branch is None:
+        if branch is not None:
+            branch.queue.append(_Read(reply))
+            self._advance([branch_id])
+        elif branch_id in self._lineage and branch_id not in self._released:
+            self._unborn.setdefault(branch_id, deque()).append(_Read(reply))
+        else:
             reply(None, StateLost(f"branch {branch_id} is not alive", hint="read a state before it is released"))
-            return
-        branch.queue.append(_Read(reply))
-        self._advance([branch_id])
 
     def on_request(self, request: Request) -> None:
         """A step gave `request` something."""
@@ -244,6 +253,7 @@ class ProgramRun:
         if self.ended:
             return
         ready = deque(sorted(branches))
+        self._depth += 1
         while ready and not self.ended:
             branch = self._branches.get(ready.popleft())
             if branch is None:
@@ -254,17 +264,21 @@ class ProgramRun:
                 self._failed_at = (None, None) if isinstance(node, _Read) else (node.id, branch.id)
                 try:
                     born = self._execute(branch, node)
-                except SglError as error:
-                    self.fail(error.at(None if isinstance(node, _Read) else node.location))
-                    return
+                except Exception as error:  # noqa: BLE001 - a bug in one program must not end the others
+                    self.fail(_typed(error).at(None if isinstance(node, _Read) else node.location))
+                    break
                 if born is None:
                     self._blocked.add(branch.id)
+                    if isinstance(node, Release):  # all that stands before it is done: a join may have waited for that
+                        ready.extend(id for id in self._blocked if self._waits_to_join(id, branch.id))
                     break
                 branch.queue.popleft()
                 ready.extend(born)
-                if isinstance(node, (Release, Fork)) or not branch.queue:
+                if isinstance(node, (Release, Fork, Join)) or not branch.queue:
                     ready.extend(self._blocked)
-        self._maybe_finish()
+        self._depth -= 1
+        if self._depth == 0:  # a job that ran at once advances from within: whoever called it is not done yet
+            self._maybe_finish()
 
     def _execute(self, branch: Branch, node: Node | _Read) -> Sequence[int] | None:
         """Run one node; the branches that it gave something to do, or `None` when it has to wait."""
@@ -291,6 +305,12 @@ class ProgramRun:
                     branch.transcript.end()
                 self._apply_cuts(branch)
                 self._stream_text(branch)
+            case Tokens() | Fork() | Mark() if _size(branch.transcript.pending_pieces) >= _SMALL:
+                branch.busy = True
+                self._services.run_job(
+                    partial(self._encode_unit, branch), partial(self._guarded, branch, node, self._flushed), small=False
+                )
+                return None
             case Tokens():
                 self._flush(branch)
                 branch.sequence.token_ids.extend(self._valid_ids(node.token_ids))
@@ -305,6 +325,7 @@ class ProgramRun:
                 if reopened := branch.transcript.reopen():
                     # A fork or mark ended the unit; the options are encoded with its text all the same.
                     self._scheduler.truncate(branch.sequence, len(branch.sequence) - reopened)
+                    self._scheduler.stats.tokenized_bytes -= _num_bytes(branch.transcript.pending_pieces)
                 pending = branch.transcript.pending_pieces
                 self._services.run_job(
                     partial(self._encode_options, branch, node, pending),
@@ -322,28 +343,34 @@ class ProgramRun:
                     self._touched.add(child_id)
                 return node.children
             case Join():
-                children = [self._branches.get(child) for child in node.children]
-                if any(child is not None and (child.queue or child.busy) for child in children):
+                if not all(self._is_joinable(child) for child in node.children):
                     return None
                 if node.mode == "append":
-                    for joined in children:
-                        if joined is None:
-                            raise InvalidProgram("join of a branch that was released", location=node.location)
+                    for child_id in node.children:
+                        joined = self._branches[child_id]
                         branch.transcript.add_text(joined.transcript.text[joined.text_at_fork :])
                     self._stream_text(branch)
+                self._joining.subtract(node.children)
                 self._services.emit(self.id, JoinedEvent(node=node.id, branch=branch.id))
             case Release():
+                if self._joining[branch.id]:
+                    return None  # a join that stands before it in the program has yet to read the branch
                 self._scheduler.release(branch.sequence)
+                self._released.add(branch.id)
                 del self._branches[branch.id]
             case Mark():
                 self._flush(branch)
-                branch.marks[node.label] = (len(branch.sequence), branch.transcript.copy())
+                branch.marks[node.label] = (list(branch.sequence.token_ids), branch.transcript.copy())
             case Rewind():
                 if node.label not in branch.marks:
                     raise InvalidProgram(f"no mark {node.label!r} on this branch", location=node.location)
-                length, transcript = branch.marks[node.label]
-                self._scheduler.truncate(branch.sequence, length)
+                ids, transcript = branch.marks[node.label]
+                # A select after the mark may have encoded its last word anew: the ids of the mark come back.
+                kept = common_length([ids, branch.sequence.token_ids])
+                self._scheduler.truncate(branch.sequence, kept)
+                branch.sequence.token_ids.extend(ids[kept:])
                 branch.transcript = transcript.copy()
+                branch.num_streamed = min(branch.num_streamed, len(transcript.text))
             case _:
                 raise Unsupported(
                     f"the local engine cannot execute {type(node).__name__} nodes",
@@ -351,6 +378,17 @@ class ProgramRun:
                     location=node.location,
                 )
         return ()
+
+    def _waits_to_join(self, id: int, child: int) -> bool:
+        branch = self._branches[id]
+        return bool(branch.queue) and isinstance(branch.queue[0], Join) and child in branch.queue[0].children
+
+    def _is_joinable(self, child: int) -> bool:
+        """Whether everything on `child` that stands before its release is done."""
+        branch = self._branches.get(child)
+        if branch is None:
+            return child in self._released
+        return not branch.busy and (not branch.queue or isinstance(branch.queue[0], Release))
 
     def _lookup(self, branch: int, name: str) -> str | None:
         """The value `name` as `branch` sees it: its own, or that of a branch it was forked from."""
@@ -369,10 +407,17 @@ class ProgramRun:
         self._append_unit(branch, ids, num_bytes)
         return len(ids)
 
+    def _flushed(self, branch: Branch, node: Node, ids: list[int], num_bytes: int) -> None:
+        """A long unit is encoded: the node that ended it can run now."""
+        self._append_unit(branch, ids, num_bytes)
+        branch.busy = False
+        self._advance([branch.id])
+
     def _encode_unit(self, branch: Branch) -> tuple[list[int], int]:
         """Encode the pending unit (may run as a job); ids, and the bytes of program text in it."""
-        num_bytes = sum(len(piece.text.encode()) for piece in branch.transcript.pending_pieces if not piece.template)
-        return branch.transcript.flush(), num_bytes
+        pieces = branch.transcript.pending_pieces
+        ids = branch.transcript.flush()  # refuses text that has no UTF-8 form
+        return ids, _num_bytes(pieces)
 
     def _append_unit(self, branch: Branch, ids: list[int], num_bytes: int) -> None:
         branch.sequence.token_ids.extend(ids)
@@ -397,12 +442,15 @@ class ProgramRun:
         branch.transcript.cuts.clear()
 
     def _stream_text(self, branch: Branch) -> None:
-        """Send what was appended to the branch's text."""
-        if self.options.stream:
-            text = branch.transcript.text
-            if len(text) > branch.num_streamed:
-                self._services.emit(self.id, TextEvent(branch=branch.id, text=text[branch.num_streamed :]))
-            branch.num_streamed = len(text)
+        """Send what was appended to the branch's text, once a template cannot change it any more by trimming."""
+        if self.options.stream and not (branch.transcript.role is not None and branch.transcript.pending_pieces):
+            self._emit_new_text(branch)
+
+    def _emit_new_text(self, branch: Branch) -> None:
+        text = branch.transcript.text
+        if len(text) > branch.num_streamed:
+            self._services.emit(self.id, TextEvent(branch=branch.id, text=text[branch.num_streamed :]))
+        branch.num_streamed = len(text)
 
     # --- generations ---
 
@@ -410,6 +458,12 @@ class ProgramRun:
         if node.tools:
             raise Unsupported("the local engine cannot generate tool calls yet", location=node.location)
         constraint = node.constraint
+        if constraint is not None and node.sampling.min_new_tokens:
+            raise InvalidParameter(
+                "min_new_tokens cannot be combined with a constraint: it may be complete earlier",
+                hint="bound the length in the constraint itself",
+                param="min_new_tokens",
+            )
 
         def job() -> tuple[list[int], int, CompiledGrammar | None]:
             grammar = self._services.compiler.compile(constraint) if constraint is not None else None
@@ -437,6 +491,7 @@ class ProgramRun:
     ) -> None:
         services = self._services
         self._append_unit(branch, ids, num_bytes)
+        self._stream_text(branch)
         sequence = branch.sequence
         if not sequence.token_ids:
             raise EmptyPrompt(
@@ -509,7 +564,7 @@ class ProgramRun:
     ) -> tuple[Selection, list[int], int]:
         start = not branch.sequence.token_ids
         unit, encoded = self._services.tokenizer.encode_continuations(pending, node.choices, start)
-        return Selection(unit, encoded), unit, sum(len(piece.text.encode()) for piece in pending if not piece.template)
+        return Selection(unit, encoded), unit, _num_bytes(pending)
 
     def _start_select(
         self, branch: Branch, node: Select, selection: Selection, unit: list[int], num_bytes: int
@@ -608,6 +663,7 @@ class ProgramRun:
     # --- ends ---
 
     def _add(self, request: Request) -> None:
+        request.queued_at = self._services.now()
         self._services.watch(request, self)
         self._scheduler.add(request)
 
@@ -647,8 +703,14 @@ class ProgramRun:
                 raise StateLost(f"the state of branch {handle.branch} is gone", hint="run the program again")
 
     def _maybe_finish(self) -> None:
-        if self.ended or any(branch.queue or branch.busy for branch in self._branches.values()):
+        if self.ended or any(branch.busy for branch in self._branches.values()):
             return
+        for branch in self._branches.values():
+            if branch.queue:  # nothing runs that could ever let it go on
+                node = branch.queue[0]
+                self._failed_at = (None if isinstance(node, _Read) else node.id, branch.id)
+                self.fail(_stuck(node))
+                return
         if self._unborn:
             self.fail(InvalidProgram(f"nodes on branches that nothing forks: {sorted(self._unborn)}"))
             return
@@ -660,6 +722,8 @@ class ProgramRun:
                 self._services.emit(self.id, HandlesEvent(handles))
             return
         main = self._branches.get(MAIN_BRANCH)
+        if main is not None and self.options.stream:
+            self._emit_new_text(main)
         text = main.transcript.text if self.options.want_text and main is not None else ""
         self._services.emit(self.id, DoneEvent(usage=self._usage, text=text))
         self._close(StateLost(f"program {self.options.name!r} has ended"))
@@ -678,7 +742,8 @@ class ProgramRun:
         self._scheduler.abort(requests)
         for branch in self._branches.values():
             sequences[branch.sequence.id] = branch.sequence
-            for node in branch.queue:
+        for queue in (*(branch.queue for branch in self._branches.values()), *self._unborn.values()):
+            for node in queue:
                 if isinstance(node, _Read):
                     node.reply(None, lost)
         for sequence in sequences.values():
@@ -691,6 +756,32 @@ class ProgramRun:
 
 
 _SMALL = 4096
+
+
+def _num_bytes(pieces: Sequence[Piece]) -> int:
+    """UTF-8 bytes of the text in `pieces`, special tokens aside."""
+    return sum(len(piece.text.encode()) for piece in pieces if not piece.template)
+
+
+def _typed(error: Exception) -> SglError:
+    if isinstance(error, SglError):
+        return error
+    failure = InternalError(f"{type(error).__name__}: {error}")
+    failure.__cause__ = error
+    return failure
+
+
+def _stuck(node: Node | _Read) -> SglError:
+    """The error of a program whose next node waits for what never comes."""
+    match node:
+        case Text():
+            names = ", ".join(repr(segment.name) for segment in node.segments if not isinstance(segment, LiteralText))
+            what = f"text waits for the value of {names}, which nothing before it generates"
+        case Join():
+            what = f"a join waits for branches {list(node.children)}, which nothing forks"
+        case _:
+            what = "the program waits for itself"
+    return InvalidProgram(what, location=None if isinstance(node, _Read) else node.location)
 
 
 def _size(pieces: Sequence[Piece]) -> int:

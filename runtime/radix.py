@@ -55,6 +55,7 @@ class RadixTree:
         self.num_cached = 0
         self.num_locked = 0
         self._roots: dict[str, RadixNode] = {}
+        self._num_nodes = 0
         self._clock = count(1)
         self._leaves: list[tuple[int, int, RadixNode]] = []
         self._order = count()
@@ -105,6 +106,7 @@ class RadixTree:
             child.touched = next(self._clock)
             node.children[self._key(rest)] = child
             self.num_cached += len(child.pages)
+            self._num_nodes += 1
             node = child
             self._offer(node)
         return node, np.concatenate([known, pages[num_known:]]), spare
@@ -179,6 +181,7 @@ class RadixTree:
                 raise InternalError(f"namespace {namespace!r} was dropped while in use")
             freed.extend(node.pages.tolist())
             self.num_cached -= len(node.pages)
+            self._num_nodes -= 1
             node.parent = None
         return freed
 
@@ -201,6 +204,10 @@ class RadixTree:
         """Note a leaf that may be evicted; an entry whose time is no longer the node's is void."""
         if self._evictable(node):
             heapq.heappush(self._leaves, (node.touched, next(self._order), node))
+        if len(self._leaves) > 2 * self._num_nodes + 64:
+            leaves = [leaf for leaf in self.nodes() if self._evictable(leaf)]
+            self._leaves = [(leaf.touched, next(self._order), leaf) for leaf in leaves]
+            heapq.heapify(self._leaves)
 
     def _remove(self, node: RadixNode) -> list[int]:
         parent = node.parent
@@ -208,6 +215,7 @@ class RadixTree:
             raise InternalError("the root of the radix tree cannot be removed")
         del parent.children[self._key(node.tokens)]
         node.parent = None
+        self._num_nodes -= 1
         self.num_cached -= len(node.pages)
         self._offer(parent)
         pages: list[int] = node.pages.tolist()
@@ -226,6 +234,7 @@ class RadixTree:
         node.tokens = node.tokens[num_tokens:]
         node.pages = node.pages[num_pages:]
         node.parent = upper
+        self._num_nodes += 1
         upper.children[self._key(node.tokens)] = node
         return upper
 

@@ -50,6 +50,7 @@ class Scheduler:
         self._live: dict[int, Sequence] = {}
         self._idle: dict[int, Sequence] = {}  # live, locked in the tree, and without a request; oldest first
         self._next_id = 0
+        self._steps = 0
         stats.pages_total = config.num_pages
 
     # --- sequences: the commands of a program run ---
@@ -154,7 +155,8 @@ class Scheduler:
         """The next step: running requests first, decoding ones before prefilling ones, then waiting ones."""
         budget = self.config.chunked_prefill_size
         planned: dict[int, Chunk] = {}
-        for request in sorted(self.running, key=_remaining):
+        self._steps += 1
+        for request in sorted(self.running, key=_urgency):
             if budget <= 0:
                 break
             if request in self.running:  # else it was put back, to make room for one before it
@@ -247,6 +249,7 @@ class Scheduler:
         if missing > 0:
             sequence.pages.extend(self.pool.allocate(missing))
         request.account_computed(start, end)
+        request.last_step = self._steps
         sequence.num_computed = end
         if start < request.prompt_len and not self._is_known(sequence):
             self._publish(sequence, end)
@@ -352,6 +355,10 @@ class Scheduler:
             if self._idle:
                 self._let_go(next(iter(self._idle.values())))
                 continue
+            queued = next((other.sequence for other in reversed(self.waiting) if other.sequence.pages), None)
+            if queued is not None:
+                self._let_go(queued)  # it was idle until its program went on; what it had is found or computed again
+                continue
             victim = next((other for other in reversed(self.running) if other.sequence.id not in planned), request)
             if victim is request is self.running[0] and planned:
                 return False  # the oldest keeps its pages and waits for the others
@@ -374,7 +381,10 @@ class Scheduler:
         growth = sum(min(16, other.new_tokens) for other in self.running)
         missing = -(-(len(request.sequence) - request.sequence.num_computed + growth) // self.page_size)
         missing -= self.pool.num_free + self.tree.num_cached
-        return missing <= 0 or missing <= sum(len(sequence.pages) for sequence in self._idle.values())
+        if missing <= 0:
+            return True
+        queued = (other.sequence for other in self.waiting if other is not request)
+        return missing <= sum(len(sequence.pages) for sequence in (*self._idle.values(), *queued))
 
     def _finish(self, request: Request) -> None:
         request.done = True
@@ -397,6 +407,6 @@ class Scheduler:
             self.pool.free(self.tree.discard(node, length - start))
 
 
-def _remaining(request: Request) -> int:
-    """Tokens a request still has to compute: 1 while decoding."""
-    return len(request.sequence) - request.sequence.num_computed
+def _urgency(request: Request) -> tuple[int, int]:
+    """Fewest tokens to compute first (1 while decoding), and of equals whoever was served longest ago."""
+    return len(request.sequence) - request.sequence.num_computed, request.last_step

@@ -41,7 +41,7 @@ class Selection:
     """
 
     def __init__(self, unit: Sequence[int], encoded: Sequence[Sequence[int]]) -> None:
-        self.num_stable = _common_length([unit, *encoded])
+        self.num_stable = common_length([unit, *encoded])
         self.paths: list[Path] = [tuple(ids[self.num_stable :]) for ids in encoded]
         following: dict[Path, list[int]] = {}
         for path in self.paths:
@@ -143,7 +143,8 @@ def _greedy_scores(logprobs: Sequence[Sequence[float]]) -> list[float]:
     return [mean if i in alive else mean + (survived[i] - longest) * -floor for i, mean in enumerate(means)]
 
 
-def _common_length(rows: Sequence[Sequence[int]]) -> int:
+def common_length(rows: Sequence[Sequence[int]]) -> int:
+    """Length of the beginning that all rows share."""
     shortest = min(len(row) for row in rows)
     first = rows[0]
     for i in range(shortest):

@@ -90,6 +90,8 @@ class Request:
         self.logprobs: dict[int, tuple[float, ...]] = {}
         self.failed: tuple[str, str] | None = None
         self.queued = False
+        self.queued_at = 0.0
+        self.last_step = 0
         self.done = False
         self.cached_tokens = 0
         self.prefill_tokens = 0

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import zmq
 
-from sgl.errors import ConfigError, InternalError, SglError
+from sgl.errors import ConfigError, InternalError, SglError, UnsupportedModel
 from sgl.lang.graph import PROTOCOL, Event, StateText
 from sgl.runtime.config import config_from_mapping, resolve
 from sgl.runtime.core import EngineCore
@@ -49,6 +49,9 @@ from sgl.runtime.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from sgl.runtime.loading.checkpoint import Checkpoint
+
+_JOB_THREADS = 4
+"""More than one, so that a constraint that compiles for seconds does not hold up the texts behind it."""
 
 log = logging.getLogger("sgl.worker")
 
@@ -110,6 +113,11 @@ class Worker:
         source = locate(config.model_path, load_format=config.load_format, offline=config.offline, progress=downloading)
         checkpoint = open_checkpoint(source)
         tokenizer = _tokenizer_of(checkpoint, config.tokenizer_path)
+        if tokenizer.vocab_size > checkpoint.config.vocab_size:
+            raise UnsupportedModel(
+                f"the tokenizer has {tokenizer.vocab_size} ids and the model {checkpoint.config.vocab_size}",
+                hint="give the tokenizer that belongs to the model",
+            )
         resolved = resolve(config, gather_facts(checkpoint.config))
         progress(
             f"loading {source.name}: {resolved.weights_bytes / 2**20:.0f} MiB of weights, "
@@ -121,9 +129,9 @@ class Worker:
             resolved,
             tokenizer,
             runner,
-            Sampler(min(tokenizer.vocab_size, checkpoint.config.vocab_size)),
+            Sampler(tokenizer.vocab_size),
             emit=lambda program, event: self._events.append((program, event)),
-            executor=ThreadPoolExecutor(1, thread_name_prefix="sgl-jobs"),
+            executor=ThreadPoolExecutor(_JOB_THREADS, thread_name_prefix="sgl-jobs"),
             wake=self._wake,
         )
         info = {
@@ -140,7 +148,11 @@ class Worker:
         core = self._core
         message = unpack_to_worker(frame)
         if self._message_log is not None:
-            self._message_log.write(msgspec.json.encode(message) + b"\n")
+            try:
+                self._message_log.write(msgspec.json.encode(message) + b"\n")
+            except OSError as error:
+                log.warning("message_log is switched off: %s", error)
+                self._message_log = None
         match message:
             case Submit():
                 if message.open is not None:
@@ -210,7 +222,7 @@ class Worker:
 
 def _open_log(path: str) -> FileIO:
     try:
-        return FileIO(path, "a")
+        return FileIO(path, "a", opener=lambda name, flags: os.open(name, flags, 0o600))
     except OSError as error:
         raise ConfigError(
             f"message_log {path!r} cannot be written: {error.strerror}", hint="name a file in a folder that exists"

@@ -1,8 +1,8 @@
 """What a request may ask for, as one value.
 
 Owns the numbers that bound a request before any work is done for it: each with its default, its meaning and the reason
-for the default. Checked at the door (DSL, engine, HTTP) by the code that owns the field concerned. Standard library and
-msgspec only, so that every room may import it.
+for the default. Checked at the door by the code that owns the field concerned; what nothing enforces is not listed.
+Standard library and msgspec only, so that every room may import it.
 """
 
 from __future__ import annotations
@@ -17,22 +17,18 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     """Bounds on one request. Units are in the names (`_bytes`, `_s`, `_len` in tokens).
 
     Example:
-        >>> Limits(max_n=4).max_n
+        >>> Limits(max_stops=4).max_stops
         4
         >>> [name for name, _, _ in describe() if name == "max_json_depth"]
         ['max_json_depth']
     """
 
-    max_body_bytes: Annotated[int, Meta(ge=1, description="HTTP body; larger bodies are refused while being read.")] = (
-        4 * 2**20
-    )
     max_prompt_bytes: Annotated[
-        int, Meta(ge=1, description="Text of one unit, checked before tokenizing, which costs about 1 s per 4 MB.")
+        int, Meta(ge=1, description="Text of one unit, checked before tokenizing, which costs about 1.5 s per MB.")
     ] = 4 * 2**20
     max_json_depth: Annotated[
         int, Meta(ge=1, description="Nesting of a JSON body or schema; Python's own recursion limit varies.")
     ] = 64
-    max_n: Annotated[int, Meta(ge=1, description="Continuations of one prompt; each holds KV pages of its own.")] = 16
     max_stops: Annotated[int, Meta(ge=0, description="Stop strings of one generation; each is searched per token.")] = (
         16
     )
@@ -54,10 +50,6 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         int, Meta(ge=1, description="Sequences waiting for their first step; more are refused with `queue_full`.")
     ] = 100_000
     max_queue_s: Annotated[float, Meta(gt=0, description="Longest wait for the first step.")] = 600.0
-    lease_s: Annotated[
-        float, Meta(gt=0, description="How long a state handle lives without a fragment or an open client.")
-    ] = 600.0
-    drain_s: Annotated[float, Meta(ge=0, description="Time for running requests at shutdown.")] = 30.0
 
 
 DEFAULT_LIMITS = Limits()

@@ -39,18 +39,22 @@ class StreamDecoder:
         tokenizer: source of token bytes.
         stop: non-empty stop strings.
         keep_stop: the matched stop string belongs to the text (it is trimmed otherwise).
+        min_tokens: stop strings are not looked for in the text of the tokens before so many exist.
 
     Attributes:
         finished_by: the stop string that ended the text, or `None`. Tokens pushed afterwards are ignored.
     """
 
-    def __init__(self, tokenizer: TokenBytes, stop: Sequence[str] = (), *, keep_stop: bool = False) -> None:
+    def __init__(
+        self, tokenizer: TokenBytes, stop: Sequence[str] = (), *, keep_stop: bool = False, min_tokens: int = 0
+    ) -> None:
         self.finished_by: str | None = None
         self._tokenizer = tokenizer
         self._stop = tuple(stop)
         self._stop_starts = frozenset(text[0] for text in self._stop)
         self._longest_stop = max(map(len, self._stop), default=0)
         self._keep_stop = keep_stop
+        self._min_tokens = min_tokens
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._shown: list[str] = []
         self._held = ""
@@ -115,7 +119,7 @@ class StreamDecoder:
 
     def _release(self, new: str) -> str:
         text = self._held + new
-        if not self._stop:
+        if not self._stop or self._num_tokens < self._min_tokens:
             return self._show(text)
         match = self._first_stop(text)
         if match is not None:

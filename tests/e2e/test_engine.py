@@ -242,3 +242,66 @@ def test_a_fork_of_the_process_is_told() -> None:
         [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=60, check=False
     )
     assert done.stdout == "child: True\nparent: 2\n", done.stderr
+
+
+def free(engine: Engine) -> None:
+    """Wait until no program is open."""
+    deadline = time.monotonic() + 10
+    while engine.stats()["num_programs"]:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_cancelled_task_cancels_its_generation(dummy_engine: Engine) -> None:
+    async def leave() -> None:
+        await asyncio.wait_for(
+            dummy_engine.async_generate("x", {"max_new_tokens": 1500, "ignore_eos": True}), timeout=0.2
+        )
+
+    with pytest.raises(TimeoutError):
+        asyncio.run(leave())
+    free(dummy_engine)
+    assert dummy_engine.generate("still here", GREEDY)["meta_info"]["completion_tokens"] == 6
+
+
+def test_breaking_off_an_async_stream(dummy_engine: Engine) -> None:
+    async def leave() -> None:
+        stream = await dummy_engine.async_generate("x", {"max_new_tokens": 1500, "ignore_eos": True}, stream=True)
+        async for _ in stream:
+            break
+
+    asyncio.run(leave())
+    free(dummy_engine)
+    assert dummy_engine.generate("still here", GREEDY)["meta_info"]["completion_tokens"] == 6
+
+
+def test_a_slow_reader_of_two_streams_gets_both(dummy_engine: Engine) -> None:
+    finished = []
+    for part in dummy_engine.generate(["one", "two"], {**GREEDY, "max_new_tokens": 12}, stream=True):
+        time.sleep(0.05)
+        if part["meta_info"]["finish_reason"] is not None:
+            finished.append(part["index"])
+    assert sorted(finished) == [0, 1]
+
+
+def test_a_consumer_that_raises_loses_its_own_program(dummy_engine: Engine) -> None:
+    from sgl.lang.graph import Gen, Graph, LiteralText, ProgramOptions, Sampling, Text
+
+    def sink(event: object) -> None:
+        raise RuntimeError("consumer's bug")
+
+    nodes = (
+        Text(id=0, segments=(LiteralText("x"),)),
+        Gen(id=1, name="x", sampling=Sampling(max_new_tokens=500, ignore_eos=True)),
+    )
+    dummy_engine.open(sink, ProgramOptions(stream=True)).submit(Graph(nodes=nodes), finish=True)
+    free(dummy_engine)
+    assert dummy_engine.generate("still here", GREEDY)["meta_info"]["completion_tokens"] == 6
+
+
+def test_what_cannot_travel_is_refused(dummy_engine: Engine) -> None:
+    with pytest.raises(InvalidParameter, match="surrogate"):
+        dummy_engine.generate("\ud83d", GREEDY)
+    with pytest.raises(InvalidParameter, match="max_new_tokens"):
+        dummy_engine.generate("x", {"max_new_tokens": 2**70})
+    assert dummy_engine.stats()["num_programs"] == 0

@@ -120,6 +120,16 @@ def test_least_recently_used_leaf_goes_first() -> None:
     assert sorted(tree.evict(2)) == [2, 3]
 
 
+def test_the_queue_for_eviction_stays_small() -> None:
+    tree = RadixTree()
+    for _ in range(3):
+        node, *_ = tree.extend(tree.root(), array([1]), array([0]))
+        for _ in range(1000):
+            tree.lock(node)
+            tree.unlock(node)
+    assert len(tree._leaves) < 200
+
+
 def test_namespaces_share_nothing() -> None:
     tree = RadixTree()
     tree.extend(tree.root("a"), array([1, 2]), array([0, 1]))

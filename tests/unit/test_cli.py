@@ -215,7 +215,7 @@ def test_doctor_explains_the_dummy_model(command: Command) -> None:
     assert report["model"]["resolved"]["page_size"] == 2
     assert {choice["op"] for choice in report["kernels"]} >= {"rms_norm"}
     assert report["machine"]["usable_cpus"] >= 1
-    assert {row["name"] for row in report["limits"]} >= {"max_n", "max_json_depth"}
+    assert {row["name"] for row in report["limits"]} >= {"max_stops", "max_json_depth"}
     text = command("doctor", "--model-path", "dummy").out
     assert "dtype" in text
     assert "float32" in text

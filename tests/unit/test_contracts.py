@@ -75,7 +75,7 @@ def test_limits_refuse_unknown_and_senseless_values() -> None:
     with pytest.raises(TypeError):
         limits.Limits(max_m=1)  # type: ignore[call-arg]
     with pytest.raises(msgspec.ValidationError):
-        msgspec.convert({"max_n": 0}, limits.Limits)
+        msgspec.convert({"max_choices": 0}, limits.Limits)
 
 
 # --- stats ----------------------------------------------------------------------------------------------------------

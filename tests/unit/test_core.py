@@ -320,6 +320,98 @@ def test_join_append_continues_with_the_childrens_text() -> None:
     assert got["y"] == greedy("rA" + got["a"] + "B" + got["b"], 2)
 
 
+@pytest.mark.parametrize("mode", ["gather", "append"])
+def test_children_released_after_a_join_are_read_by_it(mode: str) -> None:
+    rig = Rig()
+    nodes = [text(0, "r"), Fork(id=1, children=(1, 2)), text(2, "A", 1), gen(3, 1, n=2, name="a"), text(4, "B", 2)]
+    nodes += [Join(id=6, children=(1, 2), mode=mode), Release(id=7, branch=1), Release(id=8, branch=2)]
+    nodes += [text(9, "z"), gen(10, n=2, name="y")]
+    start(rig, 1, *nodes)
+    rig.run()
+    got = {event.name: event.value for event in rig.of(1, ValueEvent)}
+    assert got["y"] == greedy("r" + ("A" + got["a"] + "B" if mode == "append" else "") + "z", 2)
+
+
+def test_join_of_text_alone() -> None:
+    rig = Rig()
+    nodes = [text(0, "r"), Fork(id=1, children=(1,)), text(2, "A", 1), Join(id=3, children=(1,), mode="append")]
+    start(rig, 1, *nodes, Release(id=4, branch=1), gen(5, n=2))
+    rig.run()
+    assert values(rig, 1) == [greedy("rA", 2)]
+
+
+def test_what_never_comes_is_an_error() -> None:
+    rig = Rig()
+    start(rig, 1, text(0, "x"), Text(id=1, segments=(Var("nope"),)), gen(2))
+    rig.run()
+    assert "'nope'" in str(failure(rig, 1))
+    assert rig.core.snapshot().num_programs == 0
+
+
+def test_read_of_a_branch_whose_fork_is_queued() -> None:
+    rig = Rig()
+    replies: list[tuple[StateText | None, SglError | None]] = []
+    start(rig, 1, text(0, "r"), gen(1, n=2), Fork(id=2, children=(1,)), text(3, "A", 1), finish=False)
+    rig.core.read_state(1, 1, lambda state, error: replies.append((state, error)))
+    rig.run()
+    ((state, _),) = replies
+    assert state is not None
+    assert state.text == "r" + greedy("r", 2) + "A"
+
+
+def test_waiting_states_give_their_pages_up() -> None:
+    """Two states that fill the pool both go on: neither may hold what the other needs for ever."""
+    rig = Rig(num_pages=120)
+    for program in (1, 2):
+        start(rig, program, text(0, f"{program}" * 50), gen(1, n=5), finish=False)
+        rig.run()
+    for program in (1, 2):
+        rig.core.submit(program, Graph(nodes=(gen(2, n=60, name="y"),)), finish=True)
+    rig.run(most_steps=1000)
+    for program in (1, 2):
+        x, y = values(rig, program)
+        assert y == greedy(f"{program}" * 50 + x, 60)
+
+
+def test_more_decoders_than_the_budget_take_turns() -> None:
+    rig = Rig(chunked_prefill_size=4)
+    for program in range(6):
+        start(rig, program, text(0, f"{program}"), gen(1, n=20))
+    for _ in range(16):
+        rig.core.step()
+    lengths = [len(chunk.page_table) for plan in rig.runner.plans[-3:] for chunk in plan.chunks]
+    assert max(lengths) - min(lengths) <= 3, "nobody is left behind"
+
+
+def test_stop_strings_wait_for_min_new_tokens() -> None:
+    full = greedy("minimum", 12)
+    rig = Rig()
+    start(rig, 1, text(0, "minimum"), gen(1, n=12, min_new_tokens=8, stop=(full[2],)))
+    rig.run()
+    (event,) = rig.of(1, ValueEvent)
+    assert len(event.token_ids) >= 8
+    assert event.value.startswith(full[:7])
+
+
+def test_too_long_in_the_queue() -> None:
+    rig = Rig(max_running_requests=1)
+    start(rig, 1, text(0, "first"), gen(1, n=50))
+    start(rig, 2, text(0, "second"), gen(1))
+    rig.core.step()
+    rig.time = 10_000.0
+    rig.run()
+    assert values(rig, 1) == [greedy("first", 50)]
+    assert failure(rig, 2).code == "queue_timeout"
+
+
+def test_rewind_brings_the_ids_of_the_mark_back() -> None:
+    rig = Rig()
+    select = Select(id=3, name="c", choices=("yes", "no"))
+    start(rig, 1, text(0, "ask "), Mark(id=1, label="m"), select, Rewind(id=4, label="m"), text(5, "on"), gen(6, n=3))
+    rig.run()
+    assert values(rig, 1)[1] == greedy("ask on", 3)
+
+
 def test_fragments_equal_one_graph() -> None:
     nodes = (
         text(0, "one "),
