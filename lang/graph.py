@@ -19,6 +19,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 import math
+import numbers
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -134,10 +135,37 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, fo
             _integer("stop_token_ids", token_id, low=0)
 
 
+def plain(value: Any) -> Any:
+    """A number or string of a kind that the wire does not know (numpy's, a subclass) as Python's own.
+
+    Example:
+        >>> import numpy
+        >>> plain(numpy.float64(0.5)), plain(numpy.int64(3)), plain(numpy.str_("x"))
+        (0.5, 3, 'x')
+    """
+    if type(value) in (str, int, float, bool):
+        return value
+    if isinstance(value, str):
+        return str(value)
+    if isinstance(value, numbers.Integral):
+        return int(value)
+    return float(value) if isinstance(value, numbers.Real) else value
+
+
+def _listed(name: str, value: Any, single: type) -> list[Any]:
+    """A single value or a list, tuple or array of them, as a list."""
+    if isinstance(value, single):
+        return [value]
+    if isinstance(value, (Mapping, str, bytes)) or not isinstance(value, Iterable):
+        raise InvalidParameter(f"{name} is {value!r}; expected one {single.__name__} or a list of them", param=name)
+    return list(value)
+
+
 def sampling_from_mapping(given: Mapping[str, Any], base: Sampling | None = None) -> Sampling:
     """`Sampling` from a user's mapping, over `base`; `None` means "not given".
 
-    A single `stop` string or id stands for a list of one. `max_tokens` is accepted for `max_new_tokens`.
+    Numbers may be of any kind that is one (numpy's, too); they are stored as Python's. A single `stop` string or id stands
+    for a list of one. `max_tokens` is accepted for `max_new_tokens`.
 
     Raises:
         InvalidParameter: an unknown name (with the nearest known one), a wrong type, or a value out of range.
@@ -154,12 +182,12 @@ def sampling_from_mapping(given: Mapping[str, Any], base: Sampling | None = None
         if value is None:
             continue
         if name == "stop":
-            value = (value,) if isinstance(value, str) else tuple(value)
+            value = tuple(plain(item) for item in _listed(key, value, str))
         elif name == "stop_token_ids":
-            value = (value,) if isinstance(value, int) else tuple(value)
+            value = tuple(plain(item) for item in _listed(key, value, int))
         elif name in ("ignore_eos", "no_stop_trim", "return_logprob") and not isinstance(value, bool):
             raise InvalidParameter(f"{key} is {value!r}; expected True or False", param=key)
-        values[name] = value
+        values[name] = plain(value)
     return msgspec.structs.replace(base, **values) if base is not None else Sampling(**values)
 
 
@@ -264,6 +292,8 @@ class Select(NodeBase, frozen=True, tag="select"):
         for choice in self.choices:
             if not isinstance(choice, str) or not choice:
                 raise InvalidParameter(f"choices contains {choice!r}; expected non-empty strings", param="choices")
+        if self.seed is not None:
+            _integer("seed", self.seed, low=0)
         if len(set(self.choices)) != len(self.choices):
             raise InvalidParameter("choices contains the same option twice", param="choices")
         if self.method not in get_args(ChoicesMethod):

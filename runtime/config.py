@@ -222,6 +222,12 @@ def resolve(config: EngineConfig, facts: Facts) -> ResolvedConfig:
     threads = config.num_threads
     if threads is None:
         threads = decide("num_threads", facts.cpu_count, "one per available core")
+    elif threads > 4 * facts.cpu_count:
+        raise ConfigError(
+            f"num_threads is {threads}, but this process may use {facts.cpu_count} cores",
+            hint=f"set num_threads to at most {4 * facts.cpu_count}",
+            param="num_threads",
+        )
     seed = config.random_seed
     if seed is None:
         seed = decide("random_seed", 0, "fixed, so that a run can be repeated")

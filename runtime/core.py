@@ -120,6 +120,14 @@ class EngineCore:
         if run is not None:
             run.cancel()
 
+    def fail(self, program: int, error: SglError) -> bool:
+        """End a program with `error`; False when there is none of that number."""
+        run = self._programs.get(program)
+        if run is None:
+            return False
+        run.fail(error)
+        return True
+
     def cancel_all(self, error: SglError | None = None) -> None:
         """End every program."""
         for run in list(self._programs.values()):

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import Any
@@ -34,6 +34,7 @@ from sgl.lang.graph import (
     Text,
     Tokens,
     ValueEvent,
+    plain,
     sampling_from_mapping,
 )
 from sgl.runtime.client import EventSink, WorkerClient
@@ -368,22 +369,24 @@ def _calls(
     prompts: list[Prompt]
     if prompt is not None:
         single = isinstance(prompt, str)
-        prompts = [prompt] if isinstance(prompt, str) else list(prompt)
+        prompts = [plain(each) for each in _as_list("prompt", [prompt] if isinstance(prompt, str) else prompt)]
         if any(not isinstance(each, str) for each in prompts):
             raise InvalidParameter("prompt must be a string or a list of strings", param="prompt")
     else:
-        given: Any = input_ids
-        single = len(given) == 0 or not isinstance(given[0], (list, tuple))
-        prompts = [list(given)] if single else [list(ids) for ids in given]
+        given = _as_list("input_ids", input_ids)
+        single = not any(isinstance(each, Iterable) for each in given)
+        prompts = [[plain(i) for i in _as_list("input_ids", ids)] for ids in ([given] if single else given)]
         for ids in prompts:
-            if any(isinstance(i, bool) or not isinstance(i, int) or i < 0 for i in ids):
+            if any(isinstance(i, bool) or not isinstance(i, int) or not 0 <= i < 2**31 for i in ids):
                 raise InvalidParameter("input_ids must be lists of non-negative integers", param="input_ids")
     if not prompts or any(len(each) == 0 for each in prompts):
         raise EmptyPrompt("a prompt is empty", hint="pass some text, or at least one token id")
     if isinstance(sampling_params, Mapping) or sampling_params is None:
         params: list[Mapping[str, Any]] = [sampling_params or {}] * len(prompts)
     else:
-        params = list(sampling_params)
+        params = _as_list("sampling_params", sampling_params)
+        if not all(isinstance(each, Mapping) for each in params):
+            raise InvalidParameter("sampling_params must be a mapping, or a list of mappings", param="sampling_params")
         if len(params) != len(prompts):
             raise InvalidParameter(
                 f"{len(params)} sampling_params for {len(prompts)} prompts",
@@ -399,13 +402,21 @@ def _calls(
     return calls, single
 
 
+def _as_list(name: str, value: Any) -> list[Any]:
+    if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Iterable):
+        raise InvalidParameter(f"{name} is {value!r}; expected a list", param=name)
+    return list(value)
+
+
 def _constraint(fields: dict[str, Any]) -> Constraint | None:
     """Take the constraint out of the sampling parameters."""
     regex, schema = fields.pop("regex", None), fields.pop("json_schema", None)
     if regex is not None and schema is not None:
         raise InvalidParameter("regex and json_schema are both given; pass one", param="regex")
     if regex is not None:
-        return Regex(regex)
+        if not isinstance(regex, str):
+            raise InvalidParameter(f"regex is {regex!r}; expected a string", param="regex")
+        return Regex(str(regex))
     return JsonSchema(canonical_schema(schema)) if schema is not None else None
 
 

@@ -1,8 +1,8 @@
 """What travels between the engine client and its worker process.
 
 Owns the two closed unions `ToWorker` and `ToClient` and their msgpack form. Frames go over a ZeroMQ PAIR socket on a
-private unix socket; a frame that does not decode ends the connection with an error, never with a guess. Nothing here
-is pickled. Programs are numbered by the client; the number is never reused in one engine.
+private unix socket. A frame that does not decode fails its program, or ends the connection when it names none; nothing
+is guessed, and nothing is pickled. Programs are numbered by the client; a number is never reused in one engine.
 
 Order: a program's messages are handled in the order sent. The worker answers `Hello` once, with `Ready` or `Failed`.
 """
@@ -72,6 +72,13 @@ class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
 
 
 ToWorker: TypeAlias = Hello | Open | Submit | ReadState | Cancel | GetStats | FlushCache | Shutdown
+
+
+class Refused(msgspec.Struct, frozen=True):
+    """Not on the wire: a program's message that does not decode, and why."""
+
+    program: int
+    reason: str
 
 
 class Progress(msgspec.Struct, frozen=True, tag="progress"):
@@ -146,13 +153,27 @@ def pack(message: ToWorker | ToClient) -> bytes:
         ) from None
     except OverflowError:
         raise InvalidParameter("a number does not fit 64 bits", hint="pass a smaller one") from None
+    except TypeError as error:
+        raise InvalidParameter(f"a value cannot be sent: {error}", hint="pass plain Python values") from None
 
 
-def unpack_to_worker(frame: bytes) -> ToWorker:
-    """The message to the worker in a frame; raises `InternalError` when it is none."""
+def unpack_to_worker(frame: bytes) -> ToWorker | Refused:
+    """The message to the worker in a frame.
+
+    A program's message with a value of the wrong type comes back as `Refused`: it concerns that program alone.
+
+    Raises:
+        InternalError: the frame is no message at all.
+    """
     try:
         message: ToWorker = _to_worker.decode(frame)
     except msgspec.MsgspecError as error:
+        try:
+            raw = msgspec.msgpack.decode(frame)
+        except msgspec.MsgspecError:
+            raw = None
+        if isinstance(raw, dict) and isinstance(raw.get("program"), int):
+            return Refused(raw["program"], f"a value has the wrong type: {error}")
         raise InternalError(f"frame to the worker does not decode: {error}") from None
     return message
 

@@ -17,6 +17,8 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, Protocol
 
+import msgspec
+
 from sgl.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -113,6 +115,7 @@ class Branch:
         self.transcript = transcript
         self.queue: deque[Node | _Read] = deque()
         self.busy = False
+        self.started_at = 0.0
         self.text_at_fork = 0
         self.num_streamed = 0
         self.marks: dict[str, tuple[list[int], Transcript]] = {}
@@ -319,9 +322,11 @@ class ProgramRun:
                 self._stream_text(branch)
             case Gen():
                 branch.busy = True
+                branch.started_at = self._services.now()
                 self._prepare_gen(branch, node)
             case Select():
                 branch.busy = True
+                branch.started_at = self._services.now()
                 if reopened := branch.transcript.reopen():
                     # A fork or mark ended the unit; the options are encoded with its text all the same.
                     self._scheduler.truncate(branch.sequence, len(branch.sequence) - reopened)
@@ -670,6 +675,7 @@ class ProgramRun:
     def _done(self, branch: Branch, node: Gen | Select, event: ValueEvent) -> None:
         """A value exists: tell the client, and go on with the branch and with whoever waited for it."""
         self._usage += event.usage
+        event = msgspec.structs.replace(event, latency_s=self._services.now() - branch.started_at)
         self._values[(branch.id, node.name)] = event.value
         self._services.emit(self.id, event)
         branch.busy = False

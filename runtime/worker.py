@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import zmq
 
-from sgl.errors import ConfigError, InternalError, SglError, UnsupportedModel
-from sgl.lang.graph import PROTOCOL, Event, StateText
+from sgl.errors import ConfigError, InternalError, InvalidParameter, SglError, UnsupportedModel
+from sgl.lang.graph import PROTOCOL, Event, FailedEvent, StateText
 from sgl.runtime.config import config_from_mapping, resolve
 from sgl.runtime.core import EngineCore
 from sgl.runtime.messages import (
@@ -37,6 +37,7 @@ from sgl.runtime.messages import (
     Progress,
     ReadState,
     Ready,
+    Refused,
     Shutdown,
     StateReply,
     StatsReply,
@@ -192,9 +193,17 @@ class Worker:
                 core.cancel_all()
                 self._flush_events()
                 return False
+            case Refused():
+                self._refuse(message)
             case Hello():
                 raise InternalError("the client said hello twice")
         return True
+
+    def _refuse(self, message: Refused) -> None:
+        """Fail the program that a message was for, whether it was open already or should have been opened by it."""
+        error = InvalidParameter(message.reason, hint="pass a value of the expected type")
+        if not self._core.fail(message.program, error):
+            self._events.append((message.program, FailedEvent(error=error.to_info())))
 
     def _flush_events(self) -> None:
         if self._events:

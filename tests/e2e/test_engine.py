@@ -125,6 +125,14 @@ def test_a_shared_prefix_is_prefilled_once(dummy_engine: Engine) -> None:
         ({"prompt": "a", "sampling_params": {"stop": [""]}}, InvalidParameter, "non-empty"),
         ({"prompt": "a", "sampling_params": [{}, {}]}, InvalidParameter, "2 sampling_params for 1"),
         ({"prompt": "x" * 5000}, PromptTooLong, "5000 tokens"),
+        ({"prompt": 5}, InvalidParameter, "prompt is 5"),
+        ({"prompt": ["a", 5]}, InvalidParameter, "string or a list"),
+        ({"prompt": "a", "sampling_params": 5}, InvalidParameter, "sampling_params is 5"),
+        ({"prompt": "a", "sampling_params": {"stop": 5}}, InvalidParameter, "stop is 5"),
+        ({"prompt": "a", "sampling_params": {"regex": 5}}, InvalidParameter, "regex is 5"),
+        ({"input_ids": 5}, InvalidParameter, "input_ids is 5"),
+        ({"input_ids": [[1], 2]}, InvalidParameter, "input_ids is 2"),
+        ({"input_ids": [2**70]}, InvalidParameter, "non-negative"),
     ],
 )
 def test_bad_input_is_a_typed_error_and_the_engine_goes_on(
@@ -305,3 +313,23 @@ def test_what_cannot_travel_is_refused(dummy_engine: Engine) -> None:
     with pytest.raises(InvalidParameter, match="max_new_tokens"):
         dummy_engine.generate("x", {"max_new_tokens": 2**70})
     assert dummy_engine.stats()["num_programs"] == 0
+
+
+def test_a_message_of_the_wrong_type_fails_its_program_only(dummy_engine: Engine) -> None:
+    from sgl.lang.graph import Event, FailedEvent, Gen, Graph, ProgramOptions
+
+    events: list[Event] = []
+    nodes = (Gen(id=1, name=5),)  # type: ignore[arg-type]
+    dummy_engine.open(events.append, ProgramOptions()).submit(Graph(nodes=nodes), finish=True)
+    free(dummy_engine)
+    assert dummy_engine.generate("still here", GREEDY)["meta_info"]["completion_tokens"] == 6
+    (event,) = events
+    assert isinstance(event, FailedEvent)
+    assert "nodes[0].name" in event.error.message
+
+
+def test_numbers_of_other_kinds_are_numbers(dummy_engine: Engine) -> None:
+    import numpy as np
+
+    params = {"max_new_tokens": np.int64(3), "temperature": np.float64(0.0), "stop": np.array(["zz"])}
+    assert dummy_engine.generate(np.str_("x"), params)["meta_info"]["completion_tokens"] == 3
