@@ -164,8 +164,8 @@ def _listed(name: str, value: Any, single: type) -> list[Any]:
 def sampling_from_mapping(given: Mapping[str, Any], base: Sampling | None = None) -> Sampling:
     """`Sampling` from a user's mapping, over `base`; `None` means "not given".
 
-    Numbers may be of any kind that is one (numpy's, too); they are stored as Python's. A single `stop` string or id stands
-    for a list of one. `max_tokens` is accepted for `max_new_tokens`.
+    Numbers may be of any kind that is one (numpy's, too); they are stored as Python's. A single `stop` string or id
+    stands for a list of one. `max_tokens` is accepted for `max_new_tokens`.
 
     Raises:
         InvalidParameter: an unknown name (with the nearest known one), a wrong type, or a value out of range.

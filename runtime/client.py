@@ -103,6 +103,8 @@ class WorkerClient:
                 [sys.executable, "-P", "-c", _START, json.dumps(given)],
                 stdin=subprocess.DEVNULL,
                 pass_fds=(worker_end,),
+                # Threads that spin while they wait make every step many times slower as soon as the cores are shared.
+                env={"OMP_WAIT_POLICY": "PASSIVE", **os.environ},
             )
         finally:
             os.close(worker_end)
