@@ -1,15 +1,17 @@
 """Fixtures that every tier shares, and the house rule that each test leaves the place as it found it.
 
-Owns the engine fixtures and the check after every test: no child process, no non-daemon thread, and the memory and
-counter laws of every shared engine. An engine fixture is shared (starting one costs seconds), so the processes that
-exist when a test begins are its baseline; only what a test adds and leaves is a leak.
+Owns the engine fixtures and the check after every test: no child process, no non-daemon thread, no open file, and the
+memory and counter laws of every shared engine. An engine fixture is shared (starting one costs seconds), so what
+exists when a test begins is its baseline; only what a test adds and leaves is a leak.
 """
 
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,6 +28,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 ROOT = Path(__file__).resolve().parents[1]
 GRACE_S = 5.0
 """How long a process or thread that was told to end may take to do so."""
+LAZILY_OPENED = ("/dev/", "/proc/", "/sys/", sys.prefix + os.sep, sys.base_prefix + os.sep)
+"""Where libraries open files of their own at first use, and keep them."""
 
 _shared: list[Engine] = []
 
@@ -75,26 +79,42 @@ def lasting_threads() -> set[threading.Thread]:
     return {thread for thread in threading.enumerate() if not thread.daemon}
 
 
+def open_files() -> Counter[str]:
+    """What this process holds open, by kind: each socket, pipe and file counts by its own name (`socket:[4711]`,
+    `pipe:[4712]`, a path), eventfds, pidfds and the like by their number (`anon_inode:[eventfd]`: 3)."""
+    targets: Counter[str] = Counter()
+    for descriptor in os.listdir("/proc/self/fd"):
+        try:
+            target = os.readlink(f"/proc/self/fd/{descriptor}")
+        except FileNotFoundError:  # closed meanwhile; the listing's own descriptor for one
+            continue
+        if target.startswith("/dev/shm/") or not target.startswith(LAZILY_OPENED):
+            targets[target] += 1
+    return targets
+
+
 @pytest.fixture(autouse=True)
 def leaves_nothing_behind(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Fail a test that leaks a process or thread, or after which a shared engine breaks a law."""
+    """Fail a test that leaks a process, a thread or an open file, or after which a shared engine breaks a law."""
     # Shared engines start before the baseline is taken, whatever the order of a test's arguments.
     for name in ("dummy_engine", "smollm2"):
         if name in request.fixturenames:
             request.getfixturevalue(name)
-    children, threads = set(child_processes()), lasting_threads()
+    children, threads, files = set(child_processes()), lasting_threads(), open_files()
     yield
     deadline = time.monotonic() + GRACE_S
     while True:
         new_children = {pid: line for pid, line in child_processes().items() if pid not in children}
         new_threads = lasting_threads() - threads
-        if not (new_children or new_threads) or time.monotonic() > deadline:
+        new_files = open_files() - files
+        if not (new_children or new_threads or new_files) or time.monotonic() > deadline:
             break
         time.sleep(0.05)
     for engine in _shared:
         engine.check()
-    if new_children or new_threads:
-        pytest.fail(f"left behind: processes {new_children}, threads {sorted(t.name for t in new_threads)}")
+    if new_children or new_threads or new_files:
+        names = sorted(thread.name for thread in new_threads)
+        pytest.fail(f"left behind: processes {new_children}, threads {names}, open files {dict(new_files)}")
 
 
 @pytest.fixture(scope="session")

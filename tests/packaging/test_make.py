@@ -21,9 +21,13 @@ def clone(root: Path, tmp_path: Path) -> Path:
     return tmp_path
 
 
+def outside_make() -> dict[str, str]:
+    """This environment without what a make around the suite tells its children: its flags, its level, its targets."""
+    return {key: value for key, value in os.environ.items() if not key.startswith(("MAKE", "MFLAGS"))}
+
+
 def make(folder: Path, *args: str) -> subprocess.CompletedProcess[str]:
-    env = {key: value for key, value in os.environ.items() if not key.startswith("MAKE")}
-    return subprocess.run(["make", *args], cwd=folder, capture_output=True, text=True, env=env, check=False)
+    return subprocess.run(["make", *args], cwd=folder, capture_output=True, text=True, env=outside_make(), check=False)
 
 
 def write_python(folder: Path, answer: int) -> Path:
@@ -66,9 +70,8 @@ def test_python_without_venv_says_what_to_install(clone: Path) -> None:
 
 def test_ci_runs_make_test_without_standard_input(clone: Path) -> None:
     (clone / "Makefile").write_text("test:\n\t@cat; echo ran in $$(basename $$PWD)\n")
-    # The suite itself runs under make: what that make tells its children is not this one's business.
-    env = {key: value for key, value in os.environ.items() if key not in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS")}
-    done = subprocess.run([clone / ".ci" / "run"], cwd="/", capture_output=True, text=True, check=True, env=env)
+    run = clone / ".ci" / "run"
+    done = subprocess.run([run], cwd="/", capture_output=True, text=True, check=True, env=outside_make())
     assert done.stdout == f"ran in {clone.name}\n"
 
 
