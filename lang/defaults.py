@@ -1,7 +1,8 @@
 """Which backend programs use when none is given.
 
 Owns the process-wide default backend. `set_default_backend` sets it; otherwise the factory that was registered (by
-`sgl`, so that this room does not know the engine) makes one on first use.
+`sgl`, so that this room does not know the engine) makes one on first use: the automatic backend. There is one of it at
+a time: it is kept while another backend is set, and another is made only when it is no longer alive.
 """
 
 from __future__ import annotations
@@ -14,19 +15,20 @@ from sgl.errors import ConfigError, InvalidParameter
 from sgl.lang.backend import Backend
 
 _lock = threading.RLock()
-_backend: Backend | None = None
+_chosen: Backend | None = None
+_automatic: Backend | None = None
 _factory: Callable[[], Backend] | None = None
 
 
 def register_default_backend(factory: Callable[[], Backend] | None) -> None:
-    """What makes the default backend on first use."""
+    """What makes the automatic backend on first use; it answers for its end at exit."""
     global _factory
     with _lock:
         _factory = factory
 
 
 def set_default_backend(backend: Backend | None) -> None:
-    """Use `backend` for programs that are run without one; `None` goes back to the engine made on first use.
+    """Use `backend` for programs that are run without one; `None` goes back to the automatic engine.
 
     Example:
         >>> import sgl
@@ -38,26 +40,38 @@ def set_default_backend(backend: Backend | None) -> None:
         'four'
         >>> sgl.set_default_backend(None)
     """
-    global _backend
+    global _chosen
     if backend is not None and not isinstance(backend, Backend):
         raise InvalidParameter(f"backend is {backend!r}; expected an object with open()", param="backend")
     with _lock:
-        _backend = backend
+        _chosen = backend
 
 
 def default_backend() -> Backend:
-    """The default backend, made now if need be.
+    """The backend that programs use now; with none set, the automatic engine, started if it is not alive.
 
     Raises:
         ConfigError: none is set and no factory is registered.
+
+    Example:
+        >>> import sgl
+        >>> sgl.set_default_backend(sgl.MockBackend())
+        >>> sgl.default_backend().server_info()["backend"]
+        'mock'
+        >>> sgl.set_default_backend(None)
     """
-    global _backend
+    global _automatic
     with _lock:
-        if _backend is None:
+        if _chosen is not None:
+            return _chosen
+        if _automatic is not None and not getattr(_automatic, "alive", True):
+            ended, _automatic = _automatic, None
+            ended.shutdown()  # its worker is gone; this frees what it held here
+        if _automatic is None:
             if _factory is None:
                 raise ConfigError("no backend is set", hint="call sgl.set_default_backend(...) or pass backend=")
-            _backend = _factory()
-        return _backend
+            _automatic = _factory()
+        return _automatic
 
 
 def flush_cache(backend: Backend | None = None) -> bool:

@@ -19,13 +19,50 @@ from sgl.errors import Cancelled, InvalidParameter, Unsupported
 from sgl.lang.backend import Backend
 from sgl.lang.defaults import default_backend
 from sgl.lang.expressions import many, refuse
-from sgl.lang.graph import ProgramOptions, sampling_from_mapping
+from sgl.lang.graph import ProgramOptions, Sampling, sampling_from_mapping
 from sgl.lang.interpreter import Program
 from sgl.lang.state import ProgramState
 
 Row = Mapping[str, Any] | Sequence[Any]
 _WINDOW = 200
 """Rows that a generator-style batch has under way at most."""
+_SAMPLING = (
+    "max_new_tokens",
+    "stop",
+    "stop_token_ids",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "frequency_penalty",
+    "presence_penalty",
+    "ignore_eos",
+    "return_logprob",
+    "top_logprobs_num",
+)
+"""Arguments of `run` and `run_batch` that are sampling parameters."""
+
+
+def _run_sampling(given: Mapping[str, Any]) -> Sampling:
+    """What holds for generations that do not say it themselves.
+
+    Args:
+        given: the arguments of `run` or `run_batch` by name; others than the sampling parameters may be among them.
+
+    Raises:
+        InvalidParameter: a wrong type, or a value out of range.
+        Unsupported: an argument that no backend executes yet.
+    """
+    refuse(
+        n=None if given["n"] == 1 else given["n"],
+        stop_regex=given["stop_regex"],
+        logprob_start_len=None if given["logprob_start_len"] == -1 else given["logprob_start_len"],
+        return_text_in_logprobs=given["return_text_in_logprobs"],
+    )
+    sampling = {name: given[name] for name in _SAMPLING}
+    sampling["stop"] = many("stop", given["stop"], str)
+    sampling["stop_token_ids"] = many("stop_token_ids", given["stop_token_ids"], int)
+    return sampling_from_mapping(sampling)
 
 
 class SglFunction:
@@ -148,26 +185,7 @@ class SglFunction:
             SglError: the program failed; `location` is its line.
             Exception: what the body raised, unchanged.
         """
-        refuse(
-            n=None if n == 1 else n,
-            stop_regex=stop_regex,
-            logprob_start_len=None if logprob_start_len == -1 else logprob_start_len,
-            return_text_in_logprobs=return_text_in_logprobs,
-        )
-        sampling = {
-            "max_new_tokens": max_new_tokens,
-            "stop": many("stop", stop, str),
-            "stop_token_ids": many("stop_token_ids", stop_token_ids, int),
-            "temperature": temperature,
-            "top_p": top_p,
-            "top_k": top_k,
-            "min_p": min_p,
-            "frequency_penalty": frequency_penalty,
-            "presence_penalty": presence_penalty,
-            "ignore_eos": ignore_eos,
-            "return_logprob": return_logprob,
-            "top_logprobs_num": top_logprobs_num,
-        }
+        sampling = _run_sampling(locals())
         positional, named = self._arguments(args, kwargs)
         state = self._start(sampling, stream, backend)
         if stream and use_thread:
@@ -182,10 +200,9 @@ class SglFunction:
         """`run(..., stream=True)`."""
         return self.run(*args, stream=True, **kwargs)
 
-    def _start(self, sampling: Mapping[str, Any], stream: bool, backend: Backend | None) -> ProgramState:
-        base = sampling_from_mapping(sampling)
+    def _start(self, sampling: Sampling, stream: bool, backend: Backend | None) -> ProgramState:
         options = ProgramOptions(name=self.__name__, stream=stream)
-        return ProgramState(Program(backend if backend is not None else default_backend(), options, base))
+        return ProgramState(Program(backend if backend is not None else default_backend(), options, sampling))
 
     def _run_body(self, state: ProgramState, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         program = state._program
@@ -259,25 +276,19 @@ class SglFunction:
             generator_style: an iterator that gives the states as they are ready, in order.
             on_result: called here with (index, state or error) as rows end.
             on_error: `raise` the first error; `return` it in the place of its row.
-            stop_on_error: with `raise`, cancel the rows that run; else they end first.
+            stop_on_error: with `raise`, cancel the rows that run and raise at once. False lets every row end, and be
+                given to `on_result`, before the first error is raised; an iterator then stops at the row that failed.
 
         Raises:
             InvalidParameter: a row does not fit the program's parameters; nothing was run.
         """
+        sampling = _run_sampling(locals())
         if on_error not in ("raise", "return"):
             raise InvalidParameter(f"on_error is {on_error!r}; expected 'raise' or 'return'", param="on_error")
         if num_threads != "auto" and (
             isinstance(num_threads, bool) or not isinstance(num_threads, int) or num_threads < 1
         ):
             raise InvalidParameter(f"num_threads is {num_threads!r}; expected 'auto' or >= 1", param="num_threads")
-        sampling: dict[str, Any] = {
-            "max_new_tokens": max_new_tokens, "n": n, "stop": many("stop", stop, str),
-            "stop_token_ids": many("stop_token_ids", stop_token_ids, int), "stop_regex": stop_regex,
-            "temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p,
-            "frequency_penalty": frequency_penalty, "presence_penalty": presence_penalty, "ignore_eos": ignore_eos,
-            "return_logprob": return_logprob, "logprob_start_len": logprob_start_len,
-            "top_logprobs_num": top_logprobs_num, "return_text_in_logprobs": return_text_in_logprobs,
-        }  # fmt: skip
         rows = [self._row(index, row) for index, row in enumerate(batch_kwargs)]
         if not rows:
             return iter(()) if generator_style else []
@@ -308,7 +319,7 @@ class _Batch:
         self,
         function: SglFunction,
         rows: list[tuple[tuple[Any, ...], dict[str, Any]]],
-        sampling: dict[str, Any],
+        sampling: Sampling,
         backend: Backend,
         num_threads: int,
         on_result: Callable[[int, Any], None] | None,
@@ -317,20 +328,12 @@ class _Batch:
     ) -> None:
         self._function = function
         self._rows = rows
+        self._sampling = sampling
         self._backend = backend
         self._num_threads = num_threads
         self._on_result = on_result
         self._stop_on_error = stop_on_error
         self._on_error = on_error
-        refuse(
-            n=None if sampling["n"] == 1 else sampling["n"],
-            stop_regex=sampling["stop_regex"],
-            logprob_start_len=None if sampling["logprob_start_len"] == -1 else sampling["logprob_start_len"],
-            return_text_in_logprobs=sampling["return_text_in_logprobs"],
-        )
-        others = ("n", "stop_regex", "logprob_start_len", "return_text_in_logprobs")
-        self._sampling = {key: value for key, value in sampling.items() if key not in others}
-        sampling_from_mapping(self._sampling)
         self._lock = threading.Lock()
         self._running: set[Program] = set()
         self._stopped = False
@@ -397,6 +400,7 @@ class _Batch:
 
     def in_order(self, progress_bar: bool) -> Iterator[Any]:
         """Results in the order of the rows, with a bounded number of rows under way."""
+        first: Exception | None = None
         with (
             ThreadPoolExecutor(self._num_threads, thread_name_prefix="sgl-batch") as pool,
             _bar(len(self._rows), progress_bar) as advance,
@@ -411,13 +415,18 @@ class _Batch:
                     future = window.popleft()
                     result = self._result(index, future)
                     advance()
-                    if isinstance(result, Exception) and self._on_error == "raise":
-                        raise result
-                    yield result
+                    if first is None and isinstance(result, Exception) and self._on_error == "raise":
+                        first = result
+                        if self._stop_on_error:
+                            raise first
+                    if first is None:
+                        yield result
             except BaseException:
                 self._stop()
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
+        if first is not None:
+            raise first
 
 
 class _bar:

@@ -20,7 +20,7 @@ from typing import Any, cast
 
 import msgspec
 
-from sgl.errors import Cancelled, InvalidProgram, SglError, SourceLocation, StateLost
+from sgl.errors import Cancelled, InternalError, InvalidProgram, SglError, SourceLocation, StateLost
 from sgl.lang.backend import Backend, Session
 from sgl.lang.graph import (
     MAIN_BRANCH,
@@ -158,35 +158,56 @@ class Program:
     # --- submitting ---
 
     def flush(self, *, finish: bool = False) -> None:
-        """Submit what is buffered; with `finish`, nothing follows and the state is released."""
+        """Submit what is buffered; with `finish`, nothing follows and the state is released.
+
+        Raises:
+            SglError: it could not be submitted. The program has failed: every later read raises the same.
+            InternalError: the backend raised something that is not an `SglError`; that is its cause.
+        """
         with self._submitting:
-            with self.changed:
-                if self._failed is not None or self._fault is not None or self._finished or self._cancelled:
-                    self._finished = self._finished or finish
-                    return
-                buffered, self._buffer = self._buffer, []
-                if not buffered and not finish:
-                    return
-                graph, live = self._fragment(buffered, finish)
-                self._finished = finish
-            session = self._session
             try:
+                with self.changed:
+                    if self._failed is not None or self._fault is not None or self._finished or self._cancelled:
+                        self._finished = self._finished or finish
+                        return
+                    buffered, self._buffer = self._buffer, []
+                    if not buffered and not finish:
+                        return
+                    graph, live = self._fragment(buffered, finish)
+                    self._finished = finish
+                session = self._session
                 if session is None:
                     session = self._backend.open(self._on_event, self.options)
                     self._session = session
                 session.submit(graph, finish=finish)
-            except SglError as error:
-                with self.changed:
-                    self._fault = error
-                    self._wake()
-                if session is not None:
-                    session.cancel()
+            except BaseException as error:
+                self._submission_failed(error)
                 raise
             with self.changed:
                 self._live = live
                 cancelled = self.cancelled
             if cancelled:
                 session.cancel()
+
+    def _submission_failed(self, error: BaseException) -> None:
+        """What was buffered is lost, so no read may wait for it: the program has failed."""
+        if isinstance(error, SglError):
+            fault = error
+        elif isinstance(error, Exception):
+            fault = InternalError(
+                f"the backend could not take program {self.options.name!r}: {type(error).__name__}: {error}",
+                hint="see the cause",
+            )
+        else:  # an interrupt, on its way out
+            fault = _cancelled(self.options.name)
+        with self.changed:
+            self._fault = self._fault or fault
+            session = self._session
+            self._wake()
+        if session is not None:
+            session.cancel()
+        if isinstance(fault, InternalError) and fault is not error:
+            raise fault from error
 
     def _fragment(self, buffered: list[tuple[Node, Capture | None]], finish: bool) -> tuple[Graph, set[int]]:
         nodes = [msgspec.structs.replace(node, id=self._next_node + i) for i, (node, _) in enumerate(buffered)]
@@ -289,6 +310,11 @@ class Program:
     def body_running(self) -> bool:
         """The body is running on another thread than the caller's."""
         return self.body_thread is not None and self.body_thread != threading.get_ident()
+
+    @property
+    def in_body(self) -> bool:
+        """The caller is the body, running on its thread."""
+        return self.body_thread is not None and self.body_thread == threading.get_ident()
 
     def raise_if_failed(self, location: SourceLocation | None = None) -> None:
         """Raise what went wrong, if anything did: an error of the backend, or of the body on its thread."""

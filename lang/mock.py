@@ -366,7 +366,9 @@ class MockSession:
                 self._pending = waiting + nodes[position:]
                 return False
             busy = {other.branch for other in waiting}
-            held = isinstance(node, Join) and busy & set(node.children)
+            held = isinstance(node, Join) and bool(busy & set(node.children))
+            if isinstance(node, Release):
+                held = any(isinstance(other, Join) and node.branch in other.children for other in waiting)
             if node.branch in blocked or held or node.branch not in self._branches or not self._ready(node):
                 blocked.add(node.branch)
                 waiting.append(node)

@@ -407,18 +407,32 @@ class ProgramState:
             found = self._find(var_name) if var_name is not None else None
             return found if isinstance(found, Capture) else None
 
-        return Cursor(self._program, self._branch, var_name, capture)
+        def final() -> Any:
+            return self.get_var(var_name) if var_name is not None else ""
 
-    def text_iter(self, var_name: str | None = None) -> Iterator[str]:
+        return Cursor(self._program, self._branch, var_name, capture, final)
+
+    def text_iter(self, var_name: str | None = None) -> Iterator[Any]:
         """Text as it appears: of the state (of a fork child: since the fork), or of one variable.
 
-        The pieces together are `text()`, or the variable's value. Without `stream=True`, one piece.
+        The pieces together are `text()`, or the variable's value. One piece comes of a run without `stream=True`, of
+        a variable that no generation made (one that Python set, a scope's text, a join's list), and, in the body of a
+        streaming run, of the whole state.
+
+        Raises:
+            InvalidProgram: nothing captured that name (also a `KeyError`).
+            SglError: the program failed; what came before is given first.
         """
-        if not self._program.options.stream:
+        program = self._program
+        if not program.options.stream or (var_name is None and program.in_body):
             yield self.text() if var_name is None else self.get_var(var_name)
             return
-        if not self._program.body_running:
-            self._program.flush()
+        if not program.body_running:
+            program.flush()
+            # Nobody else captures anything now; in the body itself, waiting for the end would wait for ever.
+            if var_name is not None and not isinstance(self._variable(var_name), Capture):
+                yield self.get_var(var_name)
+                return
         yield from iterate(self._program, self._cursor(var_name))
 
     async def text_async_iter(self, var_name: str | None = None, return_meta_data: bool = False) -> AsyncIterator[Any]:

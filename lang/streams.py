@@ -7,7 +7,9 @@ without waiting, so the same cursor serves the blocking iterator and the asynchr
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any
 
 from sgl.lang.graph import DeltaEvent
 from sgl.lang.interpreter import Capture, Program
@@ -17,32 +19,47 @@ class Cursor:
     """A place in the stream of one branch (or, with `name`, of one variable on it).
 
     Args:
-        capture: gives the variable's capture once the body has made it.
+        capture: gives the variable's capture once the body has made it. The first one found is followed to its end.
+        final: gives the value of a variable that no generation or select made, once the program is over; it raises
+            when there is no such variable.
     """
 
-    def __init__(self, program: Program, branch: int, name: str | None, capture: Callable[[], Capture | None]) -> None:
+    def __init__(
+        self,
+        program: Program,
+        branch: int,
+        name: str | None,
+        capture: Callable[[], Capture | None],
+        final: Callable[[], Any],
+    ) -> None:
         self._program = program
         self._branch = branch
         self._name = name
-        self._capture = capture
+        self._find = capture
+        self._final = final
+        self._capture: Capture | None = None
         self._position = 0
         self._sent = 0
 
-    def take(self) -> tuple[list[str], bool]:
+    def take(self) -> tuple[list[Any], bool]:
         """Pieces that came since the last call, and whether that was all.
 
         Raises:
+            UnknownName: the program is over and has no such variable.
             SglError: the program failed (after the pieces that came before it were taken).
         """
         program = self._program
         with program.changed:
-            events = program.stream[self._position :]
+            if self._name is not None and self._capture is None:
+                self._capture = self._find()
+            capture = self._capture
+            # Until the capture is known, events are left where they are: they may be its own.
+            events = program.stream[self._position :] if self._name is None or capture is not None else []
             self._position += len(events)
-            capture = self._capture() if self._name is not None else None
             over = program.done is not None
             if capture is not None:
                 over = over or capture.event is not None
-        pieces = []
+        pieces: list[Any] = []
         for event in events:
             if event.branch != self._branch or not event.text:
                 continue
@@ -54,12 +71,14 @@ class Cursor:
         if over and capture is not None and capture.event is not None:
             rest = capture.event.value[self._sent :]  # a select has no deltas
             pieces.extend([rest] if rest else [])
+        if over and capture is None and self._name is not None:
+            pieces.append(self._final())
         if not pieces and not over:
             program.raise_if_failed()
         return pieces, over
 
 
-def iterate(program: Program, cursor: Cursor) -> Iterator[str]:
+def iterate(program: Program, cursor: Cursor) -> Iterator[Any]:
     """Pieces until the end, waiting for each."""
     while True:
         with program.changed:
@@ -75,13 +94,14 @@ def iterate(program: Program, cursor: Cursor) -> Iterator[str]:
                 program.changed.wait()
 
 
-async def iterate_async(program: Program, cursor: Cursor) -> AsyncIterator[str]:
+async def iterate_async(program: Program, cursor: Cursor) -> AsyncIterator[Any]:
     """Pieces until the end, without a thread that waits."""
     loop = asyncio.get_running_loop()
     woken = asyncio.Event()
 
     def wake() -> None:
-        if not loop.is_closed():
+        # The loop may close at any moment, and this is a thread of the backend: the consumer's end is no error of it.
+        with contextlib.suppress(RuntimeError):
             loop.call_soon_threadsafe(woken.set)
 
     program.listen(wake, on=True)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
         token_length_normalized,
         unconditional_likelihood_normalized,
     )
-    from sgl.lang.defaults import flush_cache, get_server_info, set_default_backend
+    from sgl.lang.defaults import default_backend, flush_cache, get_server_info, set_default_backend
     from sgl.lang.expressions import (
         assistant,
         assistant_begin,
@@ -52,7 +52,7 @@ _HOME = {
         "token_length_normalized",
         "unconditional_likelihood_normalized",
     ),
-    "sgl.lang.defaults": ("flush_cache", "get_server_info", "set_default_backend"),
+    "sgl.lang.defaults": ("default_backend", "flush_cache", "get_server_info", "set_default_backend"),
     "sgl.lang.expressions": (
         "assistant",
         "assistant_begin",
@@ -92,6 +92,7 @@ __all__ = [
     "assistant",
     "assistant_begin",
     "assistant_end",
+    "default_backend",
     "errors",
     "flush_cache",
     "function",
@@ -138,15 +139,11 @@ def set_default_options(**fields: Any) -> None:
 
 
 def _start_default_engine() -> Backend:
-    import atexit
-
     from sgl.runtime.engine import Engine
 
     with _options_lock:
         fields = dict(_options)
-    engine = Engine(**fields)
-    atexit.register(engine.shutdown)
-    return engine
+    return Engine(**fields)  # ends itself at exit
 
 
 def __getattr__(name: str) -> Any:

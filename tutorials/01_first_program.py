@@ -10,7 +10,6 @@ Everything here is greedy (`temperature=0`), so it prints the same on every run.
 import json
 
 import sgl
-from sgl.lang.defaults import default_backend
 
 
 def title(text):
@@ -135,7 +134,7 @@ for item, state in zip(items, classify.run_batch([{"item": item} for item in ite
 #    of them already were.
 
 title("The engine's counters")
-stats = default_backend().stats()
+stats = sgl.default_backend().stats()
 for name in ("requests", "prompt_tokens", "cached_tokens", "prefill_tokens", "decode_tokens", "forwards"):
     print(f"{name:15} {stats[name]:6}")
 shared = stats["cached_tokens"] / stats["prompt_tokens"]

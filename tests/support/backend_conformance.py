@@ -46,6 +46,7 @@ WAIT_S = 60.0
 """A test that waits so long has found a hang."""
 
 SHORT = Sampling(max_new_tokens=3, temperature=0.0, ignore_eos=True)
+LONGER = Sampling(max_new_tokens=40, temperature=0.0, ignore_eos=True)
 LONG = Sampling(max_new_tokens=400, temperature=0.0, ignore_eos=True)
 
 
@@ -192,6 +193,64 @@ class BackendConformance:
         assert isinstance(done, DoneEvent)
         assert done.text.endswith("Root. first second ")
 
+    def test_release_waits_for_the_joins_of_its_branch(self, backend: Backend) -> None:
+        """The children are done, and their releases queued, before their parent gets to the joins."""
+        recorder, session = self.start(backend)
+        session.submit(
+            graph(
+                text(0, "Root. "),
+                Fork(id=1, children=(1, 2, 3, 4, 5)),
+                Text(id=2, segments=(Var("late", 5), LiteralText("; "))),  # the parent waits for the last node
+                text(3, "one ", 1),
+                gen(4, "x", 1),
+                text(5, " two ", 2),
+                gen(6, "x", 2),
+                Join(id=7, children=(1, 2), mode="append"),
+                Release(id=8, branch=1),
+                Release(id=9, branch=2),
+                gen(10, "y", 3),
+                gen(11, "y", 4),
+                Join(id=12, children=(3, 4)),
+                Release(id=13, branch=3),
+                Release(id=14, branch=4),
+                text(15, " end"),
+                gen(16, "late", 5, LONGER),
+            ),
+            finish=True,
+        )
+        done = recorder.end()
+        assert isinstance(done, DoneEvent), done
+        values = {(value.branch, value.name): value.value for value in recorder.values()}
+        assert set(values) == {(1, "x"), (2, "x"), (3, "y"), (4, "y"), (5, "late")}
+        one, two, late = values[1, "x"], values[2, "x"], values[5, "late"]
+        assert done.text.endswith(f"Root. {late}; one {one} two {two} end")
+        assert [event.node for event in recorder.events if isinstance(event, JoinedEvent)] == [7, 12]
+
+    def test_release_waits_for_a_join_behind_a_generation(self, backend: Backend) -> None:
+        recorder, session = self.start(backend)
+        session.submit(
+            graph(
+                text(0, "Root. "),
+                Fork(id=1, children=(1, 2)),
+                gen(2, "slow", 0, LONGER),
+                text(3, " one ", 1),
+                gen(4, "x", 1),
+                gen(5, "x", 2),
+                Join(id=6, children=(1,), mode="append"),
+                Release(id=7, branch=1),
+                Join(id=8, children=(2,)),
+                Release(id=9, branch=2),
+                text(10, " end"),
+            ),
+            finish=True,
+        )
+        done = recorder.end()
+        assert isinstance(done, DoneEvent), done
+        values = {(value.branch, value.name): value.value for value in recorder.values()}
+        assert set(values) == {(0, "slow"), (1, "x"), (2, "x")}
+        assert done.text.endswith(f"Root. {values[0, 'slow']} one {values[1, 'x']} end")
+        assert [event.node for event in recorder.events if isinstance(event, JoinedEvent)] == [6, 8]
+
     def test_variable_of_another_branch(self, backend: Backend) -> None:
         recorder, session = self.start(backend)
         session.submit(
@@ -244,6 +303,18 @@ class BackendConformance:
         assert state.text.endswith(f"One {value} end")
         session.submit(graph(), finish=True)
         recorder.end()
+
+    def test_read_state_of_a_child_that_is_not_born_yet(self, backend: Backend) -> None:
+        """Its fork is queued behind a generation that runs."""
+        recorder, session = self.start(backend)
+        session.submit(
+            graph(text(0, "Root. "), gen(1, "slow", 0, LONGER), Fork(id=2, children=(1,)), text(3, " kid", 1))
+        )
+        state = session.read_state(1).result(WAIT_S)
+        (value,) = recorder.values()
+        assert state.text.endswith(f"Root. {value.value} kid")
+        session.submit(graph(), finish=True)
+        assert isinstance(recorder.end(), DoneEvent)
 
     def test_read_state_of_what_is_not_alive(self, backend: Backend) -> None:
         recorder, session = self.start(backend)

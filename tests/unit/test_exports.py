@@ -26,6 +26,7 @@ PUBLIC = [
     "assistant",
     "assistant_begin",
     "assistant_end",
+    "default_backend",
     "errors",
     "flush_cache",
     "function",

@@ -20,6 +20,7 @@ from sgl.errors import (
     Cancelled,
     EngineDead,
     GenerationError,
+    InternalError,
     InvalidParameter,
     InvalidProgram,
     InvalidRegex,
@@ -29,7 +30,21 @@ from sgl.errors import (
     Unsupported,
 )
 from sgl.grammars.spec import JsonSchema, Regex
-from sgl.lang.graph import Fork, Gen, Join, Release, Select, Text
+from sgl.lang.graph import (
+    DeltaEvent,
+    Fork,
+    Gen,
+    Join,
+    ProgramOptions,
+    Release,
+    Sampling,
+    Select,
+    Text,
+    ValueEvent,
+)
+from sgl.lang.interpreter import Capture, Program
+from sgl.lang.streams import Cursor
+from sgl.limits import DEFAULT_LIMITS
 
 
 def nodes_of(mock: sgl.MockBackend) -> list:
@@ -380,7 +395,150 @@ def test_python_error_in_a_streaming_body_is_raised_at_the_read():
         list(state.text_iter())
 
 
+@sgl.function
+def of_all_kinds(s):
+    s["set"] = "by hand"
+    with s.var_scope("scope"):
+        s += "x" + sgl.gen("a")
+    forks = s.fork(2)
+    forks += sgl.gen("v")
+    forks.join()
+
+
+def test_stream_of_a_variable_that_was_not_generated_is_one_piece():
+    gate = threading.Event()
+
+    def answer(prompt, node):
+        gate.wait()
+        return node.name.upper()
+
+    state = of_all_kinds.run(backend=sgl.MockBackend(answer), stream=True)
+    threading.Timer(0.02, gate.set).start()
+    for _ in range(2):  # while it runs, and afterwards
+        found = {name: list(state.text_iter(name)) for name in ("set", "scope", "v", "a")}
+        assert found == {"set": ["by hand"], "scope": ["xA"], "v": [["V", "V"]], "a": ["A"]}
+
+    async def consume(name):
+        return [piece async for piece in state.text_async_iter(name)]
+
+    assert asyncio.run(consume("scope")) == ["xA"]
+
+
+def test_stream_of_an_unknown_name_is_an_error():
+    gate = threading.Event()
+    mock = sgl.MockBackend(lambda prompt, node: "v" if gate.wait() else "")
+    state = streamed.run(backend=mock, stream=True)
+    threading.Timer(0.02, gate.set).start()
+    for _ in range(2):
+        with pytest.raises(KeyError, match="typo"):
+            list(state.text_iter("typo"))
+
+    async def consume():
+        return [piece async for piece in state.text_async_iter("typo")]
+
+    with pytest.raises(InvalidProgram, match="typo"):
+        asyncio.run(consume())
+
+
+def test_streams_in_the_body_end():
+    @sgl.function
+    def program(s):
+        s += "x" + sgl.gen("a")
+        s["n"] = "set"
+        with pytest.raises(KeyError, match="typo"):
+            list(s.text_iter("typo"))
+        return list(s.text_iter("a")), list(s.text_iter("n")), list(s.text_iter())
+
+    state = program.run(backend=sgl.MockBackend(["one two"]), stream=True)
+    state.sync()
+    assert state.ret_value == (["one", " two"], ["set"], ["xone two"])
+
+
+def test_cursor_follows_the_first_capture_of_a_name_and_misses_nothing_before_it():
+    program = Program(sgl.MockBackend(), ProgramOptions(stream=True), Sampling())
+    first, second = (Capture("a", 0, None, None, False) for _ in range(2))
+    first.node, second.node = 0, 1
+    known = [None]
+    cursor = Cursor(program, 0, "a", lambda: known[0], lambda: "")
+    program._captures = {0: first, 1: second}
+    program._on_event(DeltaEvent(0, 0, "a", "one"))
+    assert cursor.take() == ([], False)
+    known[0] = first
+    assert cursor.take() == (["one"], False)
+    known[0] = second
+    program._on_event(DeltaEvent(0, 0, "a", " two"))
+    program._on_event(ValueEvent(node=0, branch=0, name="a", value="one two"))
+    program._on_event(DeltaEvent(1, 0, "a", "three"))
+    assert cursor.take() == ([" two"], True)
+
+
+def test_closed_loop_of_a_consumer_does_not_reach_the_backend():
+    gate = threading.Event()
+    state = streamed.run(backend=sgl.MockBackend(lambda prompt, node: "v" if gate.wait() else ""), stream=True)
+    loop = asyncio.new_event_loop()
+    pieces = state.text_async_iter()
+    assert loop.run_until_complete(anext(pieces)) == "A: "
+    loop.close()
+    loop.is_closed = lambda: False  # as it was when the backend's thread looked
+    gate.set()
+    try:
+        assert state.text() == "A: v B: x"
+    finally:
+        del loop.is_closed
+
+
 # --- errors ---
+
+
+class Refusing(sgl.MockBackend):
+    """Its sessions raise when they are given something."""
+
+    def __init__(self, error):
+        super().__init__()
+        self.error = error
+
+    def open(self, sink, options):
+        session = super().open(sink, options)
+        session.submit = self.refuse
+        return session
+
+    def refuse(self, graph, *, finish=False):
+        raise self.error
+
+
+@pytest.mark.parametrize(
+    ("raised", "kind"),
+    [(ZeroDivisionError("odd"), InternalError), (InvalidParameter("odd", param="x"), InvalidParameter)],
+)
+def test_submission_that_raises_fails_the_program(raised, kind):
+    @sgl.function
+    def program(s):
+        s += sgl.gen("x")
+        for _ in range(2):
+            with pytest.raises(kind, match="odd"):
+                s["x"]
+        with pytest.raises(kind):
+            s += "more"
+
+    mock = Refusing(raised)
+    with pytest.raises(kind, match="odd") as caught:
+        program.run(backend=mock)
+    assert caught.value is raised or caught.value.__cause__ is raised
+    while mock.server_info()["num_open"]:  # cancelled: closed by the backend's thread
+        time.sleep(0.001)
+
+
+def test_fragment_that_breaks_a_rule_fails_the_program():
+    @sgl.function
+    def program(s):
+        s += sgl.gen("x")
+        s.fork(DEFAULT_LIMITS.max_fork + 1)
+        for _ in range(2):
+            with pytest.raises(InvalidProgram, match="fork of"):
+                s["x"]
+
+    with pytest.raises(InvalidProgram, match="fork of"):
+        program.run(backend=sgl.MockBackend())
 
 
 def test_failure_is_raised_at_the_read_with_its_line():
@@ -704,6 +862,40 @@ def test_batch_lets_the_others_end_when_asked():
     with pytest.raises(ValueError, match="row 0"):
         row.run_batch([(i,) for i in range(5)], backend=mock, stop_on_error=False)
     assert len(mock.prompts) == 5
+
+
+def test_iterator_lets_the_others_end_when_asked():
+    mock = boom_at(1, 3)
+    seen = {}
+    results = row.run_batch(
+        [(i,) for i in range(5)],
+        backend=mock,
+        generator_style=True,
+        stop_on_error=False,
+        on_result=seen.__setitem__,
+    )
+    assert next(results)["v"] == "0"
+    with pytest.raises(ValueError, match="row 1"):
+        next(results)
+    assert list(seen) == [0, 1, 2, 3, 4]
+    assert [isinstance(result, ValueError) for result in seen.values()] == [False, True, False, True, False]
+    assert list(results) == []
+
+
+def test_batch_arguments_are_checked_like_those_of_a_run():
+    mock = boom_at()
+    for kwargs in ({"n": 2}, {"stop_regex": "a"}, {"logprob_start_len": 3}, {"return_text_in_logprobs": True}):
+        for call in (lambda **k: row.run(0, **k), lambda **k: row.run_batch([(0,)], **k)):
+            with pytest.raises(Unsupported):
+                call(backend=mock, **kwargs)
+    for kwargs in ({"temperature": -1}, {"stop": 5}, {"stop_token_ids": "x"}):
+        for call in (lambda **k: row.run(0, **k), lambda **k: row.run_batch([(0,)], **k)):
+            with pytest.raises(InvalidParameter):
+                call(backend=mock, **kwargs)
+    assert mock.graphs == []
+    row.run_batch([(0,)], backend=mock, stop="s", stop_token_ids=7, top_k=3, presence_penalty=0.5, logprob_start_len=-1)
+    sampling = nodes_of(mock)[1].sampling
+    assert (sampling.stop, sampling.stop_token_ids, sampling.top_k, sampling.presence_penalty) == (("s",), (7,), 3, 0.5)
 
 
 # --- scale ---
