@@ -66,7 +66,7 @@ def check(constraint: Constraint, backend: str = "llguidance", limits: Limits = 
             if len(options) > limits.max_choices:
                 raise ConstraintTooComplex(
                     f"choices has {len(options)} options; at most {limits.max_choices} are allowed",
-                    hint="split the choice in two steps, or raise limits.max_choices",
+                    hint="split the choice in two steps",
                 )
             for option in options:
                 _check_text(option, "choice")
@@ -74,7 +74,7 @@ def check(constraint: Constraint, backend: str = "llguidance", limits: Limits = 
             if size > limits.max_schema_bytes:
                 raise ConstraintTooComplex(
                     f"choices have {size} bytes together; at most {limits.max_schema_bytes} are allowed",
-                    hint="shorten the options, or raise limits.max_schema_bytes",
+                    hint="shorten the options",
                 )
         case _:
             assert_never(constraint)

@@ -232,7 +232,7 @@ def parse_schema(schema_text: str, limits: Limits = DEFAULT_LIMITS) -> Schema:
     if size > limits.max_schema_bytes:
         raise ConstraintTooComplex(
             f"the JSON schema has {size} bytes; at most {limits.max_schema_bytes} are allowed",
-            hint="move parts of it into separate generations, or raise limits.max_schema_bytes",
+            hint="move parts of it into separate generations",
             pointer="",
         )
     try:

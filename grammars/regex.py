@@ -87,7 +87,7 @@ def translate(pattern: str, *, dialect: Dialect = Dialect.PYTHON, limits: Limits
     if size > limits.max_schema_bytes:
         raise ConstraintTooComplex(
             f"the regex has {size} bytes; at most {limits.max_schema_bytes} are allowed",
-            hint="shorten it, or raise limits.max_schema_bytes",
+            hint="shorten it",
         )
     tree = _parse(pattern, dialect, limits)
     writer = _Writer(pattern, dialect, tree.state.flags, limits)

@@ -9,15 +9,15 @@ from __future__ import annotations
 import base64
 import re
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, cast
 
-from sgl.errors import InvalidParameter, InvalidRegex, Unsupported
+from sgl.errors import InvalidParameter, InvalidProgram, InvalidRegex, Unsupported
 from sgl.grammars.spec import Constraint, JsonSchema, Regex, canonical_schema
 from sgl.lang.choices import ChoicesSamplingMethod, method_name
-from sgl.lang.graph import ChoicesMethod, MediaKind, Sampling, Select, sampling_from_mapping
+from sgl.lang.graph import ChoicesMethod, MediaKind, Sampling, Select, plain, sampling_from_mapping
 
 DType: TypeAlias = type | str | None
 
@@ -44,6 +44,15 @@ class Expr:
         if not isinstance(other, str):
             return NotImplemented
         return ExprList((other, *_items(self)))
+
+    def __str__(self) -> str:
+        raise InvalidProgram(
+            f"{type(self).__name__} was turned into text (by an f-string, str() or format())",
+            hint='join it with +: "text " + sgl.gen("name"), and not f"text {sgl.gen(...)}"',
+        )
+
+    def __format__(self, spec: str) -> str:
+        return str(self)
 
 
 @dataclass(frozen=True)
@@ -110,9 +119,11 @@ def _items(value: Appendable) -> tuple[str | Expr, ...]:
 
 def check_name(name: object) -> str | None:
     """A capture's name, or `None` for an unnamed one."""
-    if name is not None and (not isinstance(name, str) or not name):
+    if name is None:
+        return None
+    if not isinstance(name, str) or not name:
         raise InvalidParameter(f"name is {name!r}; expected a non-empty string or nothing", param="name")
-    return name
+    return str(name)
 
 
 def many(param: str, value: Any, kind: type) -> tuple[Any, ...] | None:
@@ -124,10 +135,10 @@ def many(param: str, value: Any, kind: type) -> tuple[Any, ...] | None:
     if value is None:
         return None
     if isinstance(value, kind):
-        return (value,)
-    if not isinstance(value, Iterable) or isinstance(value, (str, bytes)):
+        return (plain(value),)
+    if not isinstance(value, Iterable) or isinstance(value, (str, bytes, Mapping)):
         raise InvalidParameter(f"{param} is {value!r}; expected {kind.__name__} or a list of them", param=param)
-    return tuple(value)
+    return tuple(plain(item) for item in value)
 
 
 def refuse(**given: Any) -> None:
@@ -151,7 +162,7 @@ def _sampling(given: dict[str, Any], names: dict[str, str]) -> tuple[tuple[str, 
         raise InvalidParameter(message, hint=error.hint, param=own) from None
     except TypeError as error:
         raise InvalidParameter(f"a sampling argument has the wrong type: {error}", param="sampling") from None
-    return tuple(given.items())
+    return tuple((key, plain(value)) for key, value in given.items())
 
 
 def _dtype(dtype: DType) -> str | None:
@@ -177,7 +188,7 @@ def _regex(pattern: object) -> Regex:
         re.compile(pattern)
     except re.error as error:
         raise InvalidRegex(f"regex {pattern!r} cannot be compiled: {error}", param="regex") from None
-    return Regex(pattern)
+    return Regex(str(pattern))
 
 
 # --- what users call ------------------------------------------------------------------------------------------------
@@ -236,7 +247,7 @@ def gen(
         >>> greet.run(backend=sgl.MockBackend({"who": "world. And more"}))["who"]
         'world'
     """
-    check_name(name)
+    name = check_name(name)
     refuse(
         n=None if n == 1 else n,
         stop_regex=stop_regex,
@@ -248,7 +259,8 @@ def gen(
         for param, value in {"regex": regex, "json_schema": json_schema, "dtype": dtype}.items():
             if value is not None:
                 raise InvalidParameter(f"choices and {param} are both given; one must go", param=param)
-        return select(name, choices, 0.0 if temperature is None else temperature, choices_method, seed=seed)
+    elif choices_method is not None:
+        raise InvalidParameter("choices_method is given without choices", param="choices_method")
     if regex is not None and json_schema is not None:
         raise InvalidParameter("regex and json_schema are both given; one must go", param="json_schema")
     constraint: Constraint | None = None
@@ -281,7 +293,10 @@ def gen(
         "seed": seed,
     }
     names = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}
-    return GenExpr(name, _sampling(given, names), constraint, stops, kind)
+    sampling = _sampling(given, names)
+    if choices is not None:
+        return select(name, choices, 0.0 if temperature is None else temperature, choices_method, seed=seed)
+    return GenExpr(name, sampling, constraint, stops, kind)
 
 
 def _typed(dtype: Literal["int", "str"], doc: str) -> Callable[..., GenExpr]:
@@ -372,11 +387,12 @@ def select(
         >>> judge.run(backend=sgl.MockBackend(choices={"verdict": "no"}))["verdict"]
         'no'
     """
-    check_name(name)
-    if choices is None or isinstance(choices, str):
+    name = check_name(name)
+    if choices is None or isinstance(choices, (str, Set)):  # a set has no order, and the first option wins a tie
         raise InvalidParameter(f"choices is {choices!r}; expected a list of strings", param="choices")
     options = many("choices", choices, str) or ()
     method = method_name(choices_method)
+    temperature, seed = plain(temperature), plain(seed)
     Select(id=0, name=name or "", choices=options, method=method, temperature=temperature, seed=seed)  # checks
     return SelectExpr(name, options, method, temperature, seed)
 

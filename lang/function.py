@@ -11,7 +11,7 @@ import inspect
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import Any, Literal, overload
 
@@ -65,6 +65,11 @@ def _run_sampling(given: Mapping[str, Any]) -> Sampling:
     return sampling_from_mapping(sampling)
 
 
+def _check_backend(backend: object) -> None:
+    if backend is not None and not isinstance(backend, Backend):
+        raise InvalidParameter(f"backend is {backend!r}; expected an engine or another backend", param="backend")
+
+
 class SglFunction:
     """A program: what `@function` makes. Behaves like the function it wraps (name, docstring, signature, methods).
 
@@ -87,6 +92,13 @@ class SglFunction:
         receiver: tuple[Any, ...] = (),
         bound: Mapping[str, Any] | None = None,
     ) -> None:
+        if not callable(func):
+            raise InvalidParameter(f"function got {func!r}; expected a function", hint="put @sgl.function above a def")
+        if inspect.isgeneratorfunction(func):
+            raise InvalidParameter(
+                f"{func.__name__} is a generator function (it has a yield), which a program cannot be",
+                hint="append to the state, and stream with text_iter()",
+            )
         if inspect.iscoroutinefunction(func) or inspect.isasyncgenfunction(func):
             raise Unsupported(f"{func.__name__} is an async function; programs are plain functions for now",
                               hint="write it with def")  # fmt: skip
@@ -140,9 +152,9 @@ class SglFunction:
         try:
             self.__signature__.bind(*args, **merged)
         except TypeError as error:
-            raise InvalidParameter(
-                f"{self.__name__}{self.__signature__}: {error}", hint="check the program's arguments"
-            ) from None
+            taken = [name for name in self.arg_names if name in _RUN_OPTIONS and name not in merged]
+            hint = f"{taken[0]!r} is an option of run() itself: pass it by position" if taken else "check the arguments"
+            raise InvalidParameter(f"{self.__name__}{self.__signature__}: {error}", hint=hint) from None
         return tuple(args), merged
 
     # --- one run ---
@@ -186,6 +198,7 @@ class SglFunction:
             Exception: what the body raised, unchanged.
         """
         sampling = _run_sampling(locals())
+        _check_backend(backend)
         positional, named = self._arguments(args, kwargs)
         state = self._start(sampling, stream, backend)
         if stream and use_thread:
@@ -201,7 +214,7 @@ class SglFunction:
         return self.run(*args, stream=True, **kwargs)
 
     def _start(self, sampling: Sampling, stream: bool, backend: Backend | None) -> ProgramState:
-        options = ProgramOptions(name=self.__name__, stream=stream)
+        options = ProgramOptions(name=self.__name__, stream=bool(stream))
         return ProgramState(Program(backend if backend is not None else default_backend(), options, sampling))
 
     def _run_body(self, state: ProgramState, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -283,6 +296,11 @@ class SglFunction:
             InvalidParameter: a row does not fit the program's parameters; nothing was run.
         """
         sampling = _run_sampling(locals())
+        _check_backend(backend)
+        if not isinstance(batch_kwargs, Iterable) or isinstance(batch_kwargs, (str, bytes, Mapping)):
+            raise InvalidParameter(f"batch_kwargs is {batch_kwargs!r}; expected a list of rows", param="batch_kwargs")
+        if on_result is not None and not callable(on_result):
+            raise InvalidParameter(f"on_result is {on_result!r}; expected a function", param="on_result")
         if on_error not in ("raise", "return"):
             raise InvalidParameter(f"on_error is {on_error!r}; expected 'raise' or 'return'", param="on_error")
         if num_threads != "auto" and (
@@ -483,3 +501,7 @@ def function(
     if func is None:
         return lambda func: SglFunction(func, num_api_spec_tokens)
     return SglFunction(func, num_api_spec_tokens)
+
+
+_RUN_OPTIONS = frozenset(inspect.signature(SglFunction.run).parameters) - {"self", "args", "kwargs"}
+"""Names that `run` takes for itself."""

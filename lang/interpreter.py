@@ -241,6 +241,8 @@ class Program:
     def cancel(self) -> None:
         """Stop the program on the backend; waits end with `Cancelled`. No effect after its end."""
         with self.changed:
+            if self._done is not None:
+                return
             self._cancelled = True
             session = self._session
             if session is None and self._done is None:

@@ -19,6 +19,7 @@ from sgl.lang.expressions import Appendable, Expr, ExprList, GenExpr, MediaExpr,
 from sgl.lang.graph import MAIN_BRANCH, Fork, Gen, Join, LiteralText, Media, Role, Select, Text, ValueEvent
 from sgl.lang.interpreter import Capture, Program, UnknownName, user_location
 from sgl.lang.streams import Cursor, iterate, iterate_async
+from sgl.limits import DEFAULT_LIMITS
 
 
 class _Scope:
@@ -86,6 +87,8 @@ class ProgramState:
         self._is_joined = False
         if branch != MAIN_BRANCH:
             weakref.finalize(self, program.abandon, branch).atexit = False
+        elif program.options.stream:  # whoever lets a stream go does not want the rest of it
+            weakref.finalize(self, program.cancel).atexit = False
 
     def __repr__(self) -> str:
         names = ", ".join({**self._inherited, **self._own})
@@ -116,6 +119,7 @@ class ProgramState:
         match other:
             case str():
                 if other:
+                    other = str(other)  # of a subclass, its characters
                     self._parts.append(other)
                     self._program.append(
                         Text(id=0, branch=self._branch, location=location, segments=(LiteralText(other),))
@@ -462,6 +466,13 @@ class ProgramState:
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise InvalidParameter(f"size is {size!r}; expected an integer >= 1", param="size")
         location = user_location()
+        if size > DEFAULT_LIMITS.max_fork:
+            raise InvalidParameter(
+                f"fork of {size}; at most {DEFAULT_LIMITS.max_fork} are allowed",
+                hint="fork several times",
+                location=location,
+                param="size",
+            )
         if self._is_joined:
             self._append("", location)
         children = self._program.new_branches(size)
@@ -553,8 +564,13 @@ _PARSERS: dict[str, Callable[[str], Any]] = {"int": int, "float": float, "str": 
 
 def meta_info(event: ValueEvent) -> dict[str, Any]:
     """A value's event in the shape that SGLang's `get_meta_info` has."""
+    finish: dict[str, Any] = {"type": event.finish}
+    if event.finish == "length":
+        finish["length"] = len(event.token_ids)
+    elif event.matched is not None:
+        finish["matched"] = event.matched
     info: dict[str, Any] = {
-        "finish_reason": {"type": event.finish, "matched": event.matched},
+        "finish_reason": finish,
         "prompt_tokens": event.usage.prompt_tokens,
         "completion_tokens": event.usage.completion_tokens,
         "cached_tokens": event.usage.cached_tokens,

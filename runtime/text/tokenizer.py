@@ -319,7 +319,7 @@ class Tokenizer:
         if size > limit:
             raise InvalidParameter(
                 f"text has {size} bytes; at most {limit} are allowed",
-                hint="shorten it, or raise limits.max_prompt_bytes",
+                hint="shorten it",
                 param="text",
             )
 

@@ -7,6 +7,7 @@ Numbers in names are those of the test programs in the language's reference: 1 f
 from __future__ import annotations
 
 import asyncio
+import functools
 import gc
 import itertools
 import json
@@ -41,10 +42,11 @@ from sgl.lang.graph import (
     Select,
     Text,
     ValueEvent,
+    validate,
 )
 from sgl.lang.interpreter import Capture, Program
 from sgl.lang.streams import Cursor
-from sgl.limits import DEFAULT_LIMITS
+from sgl.limits import Limits
 
 
 def nodes_of(mock: sgl.MockBackend) -> list:
@@ -528,16 +530,19 @@ def test_submission_that_raises_fails_the_program(raised, kind):
         time.sleep(0.001)
 
 
-def test_fragment_that_breaks_a_rule_fails_the_program():
+def test_fragment_that_breaks_a_rule_fails_the_program(monkeypatch):
+    monkeypatch.setattr("sgl.lang.interpreter.validate", functools.partial(validate, limits=Limits(max_graph_nodes=3)))
+
     @sgl.function
     def program(s):
         s += sgl.gen("x")
-        s.fork(DEFAULT_LIMITS.max_fork + 1)
+        for _ in range(5):
+            s += sgl.gen()
         for _ in range(2):
-            with pytest.raises(InvalidProgram, match="fork of"):
+            with pytest.raises(InvalidProgram, match="nodes in one graph"):
                 s["x"]
 
-    with pytest.raises(InvalidProgram, match="fork of"):
+    with pytest.raises(InvalidProgram, match="nodes in one graph"):
         program.run(backend=sgl.MockBackend())
 
 
