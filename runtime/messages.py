@@ -24,13 +24,6 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     protocol: int = PROTOCOL
 
 
-class Open(msgspec.Struct, frozen=True, tag="open"):
-    """Start a program."""
-
-    program: int
-    options: ProgramOptions
-
-
 class Submit(msgspec.Struct, frozen=True, tag="submit"):
     """A program's next fragment: only what is new. `open` starts the program with it, `finish` ends it after it."""
 
@@ -71,7 +64,7 @@ class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
     """Cancel everything and exit with status 0."""
 
 
-ToWorker: TypeAlias = Hello | Open | Submit | ReadState | Cancel | GetStats | FlushCache | Shutdown
+ToWorker: TypeAlias = Hello | Submit | ReadState | Cancel | GetStats | FlushCache | Shutdown
 
 
 class Refused(msgspec.Struct, frozen=True):

@@ -33,7 +33,6 @@ from sgl.runtime.messages import (
     FlushReply,
     GetStats,
     Hello,
-    Open,
     Progress,
     ReadState,
     Ready,
@@ -159,8 +158,6 @@ class Worker:
                 if message.open is not None:
                     core.open(message.program, message.open)
                 core.submit(message.program, message.graph, finish=message.finish)
-            case Open():
-                core.open(message.program, message.options)
             case ReadState():
                 program, request = message.program, message.request
 

@@ -106,7 +106,6 @@ PROGRAM = Graph(
 EVENT = ValueEvent(node=1, branch=0, name="b", value="4", token_ids=(52,), usage=Usage(prompt_tokens=5))
 TO_WORKER = [
     messages.Hello({"model_path": "dummy"}),
-    messages.Open(1, ProgramOptions(deadline_s=2.5)),
     messages.Submit(1, PROGRAM, open=ProgramOptions(), finish=True),
     messages.ReadState(1, 9, 0),
     messages.Cancel(1),
