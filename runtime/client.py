@@ -71,7 +71,6 @@ class WorkerClient:
 
     def __init__(self, config: dict[str, Any], on_progress: Callable[[str], None] | None = None) -> None:
         self.info: dict[str, Any] = {}
-        self.epoch = ""
         self._on_progress = on_progress
         self._owner = os.getpid()
         self._lock = threading.Lock()
@@ -254,8 +253,7 @@ class WorkerClient:
                     except OSError:  # the terminal is gone; the engine is not
                         self._on_progress = None
             case Ready():
-                self.epoch = message.epoch
-                self.info = message.info
+                self.info = {**message.info, "epoch": message.epoch}
                 self._started.set_result(None)
             case Failed():
                 self._fail_all(SglError.from_info(message.error))

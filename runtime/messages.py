@@ -81,7 +81,7 @@ class Progress(msgspec.Struct, frozen=True, tag="progress"):
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
-    """The worker serves. `info` is what `Engine.server_info()` shows; `tokenizer` what the client needs to decode."""
+    """The worker serves. `info` is what `Engine.server_info()` shows; `epoch` names this run in state handles."""
 
     epoch: str
     info: dict[str, Any]

@@ -406,11 +406,9 @@ class ProgramRun:
 
     # --- text ---
 
-    def _flush(self, branch: Branch) -> int:
-        """Encode the pending unit and append it; the number of ids."""
-        ids, num_bytes = self._encode_unit(branch)
-        self._append_unit(branch, ids, num_bytes)
-        return len(ids)
+    def _flush(self, branch: Branch) -> None:
+        """Encode the pending unit and append it."""
+        self._append_unit(branch, *self._encode_unit(branch))
 
     def _flushed(self, branch: Branch, node: Node, ids: list[int], num_bytes: int) -> None:
         """A long unit is encoded: the node that ended it can run now."""
