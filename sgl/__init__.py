@@ -6,6 +6,7 @@ the embedded model starts at the first use and stops at exit.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import threading
 from typing import TYPE_CHECKING, Any
@@ -146,6 +147,12 @@ def _start_default_engine() -> Backend:
     return Engine(**fields)  # ends itself at exit
 
 
+@functools.cache
+def _register_engine() -> None:
+    """Give the language its default backend: once, so that a factory registered later stays."""
+    importlib.import_module("sgl.lang.defaults").register_default_backend(_start_default_engine)
+
+
 def __getattr__(name: str) -> Any:
     if name == "errors":
         return importlib.import_module("sgl.errors")
@@ -153,7 +160,7 @@ def __getattr__(name: str) -> Any:
     if module is None:
         raise AttributeError(f"module 'sgl' has no attribute {name!r}")
     if module.startswith("sgl.lang."):
-        importlib.import_module("sgl.lang.defaults").register_default_backend(_start_default_engine)
+        _register_engine()
     value = getattr(importlib.import_module(module), name)
     globals()[name] = value
     return value
