@@ -56,6 +56,23 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     max_running_requests: Annotated[Count | None, Meta(description="Sequences in one step.")] = None
     chunked_prefill_size: Annotated[Count | None, Meta(description="Tokens computed in one step.")] = None
     page_size: Annotated[int, Meta(ge=1, description="Tokens per KV page; 1 shares to the token.")] = 1
+    schedule_policy: Annotated[
+        Literal["program", "fcfs", "lpm", "dfs-weight", "lof", "random"],
+        Meta(description="Order of waiting requests; `program` finishes started programs first."),
+    ] = "program"
+    schedule_conservativeness: Annotated[
+        float, Meta(gt=0, description="Above 1 reserves more room for running requests, and retracts less.")
+    ] = 1.0
+    retraction_policy: Annotated[
+        Literal["latest", "length", "priority"],
+        Meta(description="Which running request is put back when the KV pool is full."),
+    ] = "latest"
+    priority_scheduling_preemption_threshold: Annotated[
+        int, Meta(ge=1, description="A waiting request displaces a running one whose priority is lower by this much.")
+    ] = 10
+    disable_priority_preemption: Annotated[
+        bool, Meta(description="Priorities order the queue only; nothing that runs is displaced.")
+    ] = False
     disable_radix_cache: Annotated[bool, Meta(description="Share nothing between programs (forks still do).")] = False
     rerender: Annotated[
         Literal["template", "keep"],
@@ -134,6 +151,10 @@ class ResolvedConfig(msgspec.Struct, frozen=True, kw_only=True):
     num_threads: int
     weights_bytes: int
     kv_bytes_per_token: int
+    schedule_policy: Literal["program", "fcfs", "lpm", "dfs-weight", "lof", "random"] = "program"
+    schedule_conservativeness: float = 1.0
+    retraction_policy: Literal["latest", "length", "priority"] = "latest"
+    preemption_threshold: int | None = 10
     reasons: tuple[Reason, ...] = ()
 
     @property
@@ -246,5 +267,11 @@ def resolve(config: EngineConfig, facts: Facts) -> ResolvedConfig:
         num_threads=threads,
         weights_bytes=weights,
         kv_bytes_per_token=kv_token,
+        schedule_policy=config.schedule_policy,
+        schedule_conservativeness=config.schedule_conservativeness,
+        retraction_policy=config.retraction_policy,
+        preemption_threshold=None
+        if config.disable_priority_preemption
+        else config.priority_scheduling_preemption_threshold,
         reasons=tuple(reasons),
     )

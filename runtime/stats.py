@@ -27,7 +27,7 @@ class Stats(msgspec.Struct, kw_only=True):
         healed_tokens, rerendered_tokens, recomputed_tokens, scored_tokens: as in `Usage`.
         tokenized_bytes: UTF-8 bytes of program text encoded by the engine.
         forwards: model steps; `programs`, `requests`: opened programs, generations and selects in them.
-        retractions: running sequences put back because the pool was full.
+        retractions: running sequences put back because the pool was full; `preemptions`: for one of higher priority.
         num_running, num_waiting: sequences in the batch, and before it.
         num_programs: open programs.
         pages_total, pages_free, pages_cached, pages_held: the pool. Held pages belong to live states or running
@@ -50,6 +50,7 @@ class Stats(msgspec.Struct, kw_only=True):
     programs: int = 0
     requests: int = 0
     retractions: int = 0
+    preemptions: int = 0
     num_running: int = 0
     num_waiting: int = 0
     num_programs: int = 0
