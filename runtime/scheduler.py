@@ -23,9 +23,11 @@ import numpy as np
 from sgl.errors import NeverFits, PromptTooLong, QueueFull
 from sgl.limits import DEFAULT_LIMITS, Limits
 from sgl.runtime.config import ResolvedConfig
+from sgl.runtime.estimate import OutputEstimate
 from sgl.runtime.plan import Chunk, ScoreSpec, StepPlan, StepResult
+from sgl.runtime.policies import MAX_SKIPS, QueuePolicy, victim
 from sgl.runtime.pool import PagePool
-from sgl.runtime.radix import RadixTree
+from sgl.runtime.radix import RadixNode, RadixTree
 from sgl.runtime.sequence import Request, Sequence
 from sgl.runtime.stats import Stats
 
@@ -51,6 +53,9 @@ class Scheduler:
         self._idle: dict[int, Sequence] = {}  # live, locked in the tree, and without a request; oldest first
         self._next_id = 0
         self._steps = 0
+        self._num_admitted = 0
+        self._policy = QueuePolicy(config.schedule_policy, self._cached_prefix, seed=config.random_seed)
+        self._estimate = OutputEstimate(config.schedule_conservativeness)
         stats.pages_total = config.num_pages
 
     # --- sequences: the commands of a program run ---
@@ -125,10 +130,8 @@ class Scheduler:
             )
         self._idle.pop(request.sequence.id, None)
         request.account_found(0, min(request.sequence.num_computed, request.prompt_len - 1))
-        place = len(self.waiting)
-        while place and self.waiting[place - 1].priority < request.priority:
-            place -= 1
-        self.waiting.insert(place, request)
+        request.due = self._num_admitted + len(self.waiting) + MAX_SKIPS
+        self.waiting.append(request)
         request.queued = True
         self.stats.requests += 1
 
@@ -156,22 +159,46 @@ class Scheduler:
         budget = self.config.chunked_prefill_size
         planned: dict[int, Chunk] = {}
         self._steps += 1
+        self._preempt()
         for request in sorted(self.running, key=_urgency):
             if budget <= 0:
                 break
             if request in self.running:  # else it was put back, to make room for one before it
                 budget -= self._plan(request, budget, planned)
-        while self.waiting and budget > 0 and len(self.running) < self.config.max_running_requests:
-            request = self.waiting[0]
-            if not self._admissible(request):
-                break
-            self.waiting.popleft()
+        self._admit(budget, planned)
+        return StepPlan(chunks=tuple(planned.values()))
+
+    def _admit(self, budget: int, planned: dict[int, Chunk]) -> None:
+        """Start waiting requests in the policy's order, until tokens, rows or pages of this step are used up."""
+        if not self.waiting or budget <= 0 or len(self.running) >= self.config.max_running_requests:
+            return
+        for request in self._policy.order(self.waiting, self._num_admitted):
+            if budget <= 0 or len(self.running) >= self.config.max_running_requests or not self._admissible(request):
+                return
+            self.waiting.remove(request)
             self.running.append(request)
+            self._num_admitted += 1
+            if request.program is not None:
+                request.program.started = True
             num_tokens = self._plan(request, budget, planned)
             if num_tokens == 0:
-                break
+                return
             budget -= num_tokens
-        return StepPlan(chunks=tuple(planned.values()))
+
+    def _preempt(self) -> None:
+        """Put running requests back for a waiting one whose priority is higher by the threshold and has no room."""
+        threshold = self.config.preemption_threshold
+        if threshold is None or not self.waiting:
+            return
+        urgent = max(self.waiting, key=lambda request: request.priority)
+        while self.running:
+            lowest = min(self.running, key=lambda request: request.priority)
+            if urgent.priority - lowest.priority < threshold:
+                return
+            if len(self.running) < self.config.max_running_requests and self._admissible(urgent):
+                return
+            self._put_back(lowest)
+            self.stats.preemptions += 1
 
     def process(self, plan: StepPlan, result: StepResult) -> list[Request]:
         """Take a step's result; the requests that got something, in the plan's order."""
@@ -359,11 +386,12 @@ class Scheduler:
             if queued is not None:
                 self._let_go(queued)  # it was idle until its program went on; what it had is found or computed again
                 continue
-            victim = next((other for other in reversed(self.running) if other.sequence.id not in planned), request)
-            if victim is request is self.running[0] and planned:
+            loser = victim(self.config.retraction_policy, self.running, planned) or request
+            if loser is request is self.running[0] and planned:
                 return False  # the oldest keeps its pages and waits for the others
-            self._put_back(victim)
-            if victim is request:
+            self._put_back(loser)
+            self._estimate.retracted()
+            if loser is request:
                 return False
 
     def _put_back(self, request: Request) -> None:
@@ -375,16 +403,32 @@ class Scheduler:
             self.stats.retractions += 1
 
     def _admissible(self, request: Request) -> bool:
-        """Whether there is room for the prompt and a little growth of everyone already running."""
+        """Whether there is room for the request, and for what everyone running is expected to grow by."""
         if not self.running:
             return True
-        growth = sum(min(16, other.new_tokens) for other in self.running)
-        missing = -(-(len(request.sequence) - request.sequence.num_computed + growth) // self.page_size)
+        node, matched = self._cached_prefix(request)
+        tokens = len(request.sequence) - matched + self._growth(request)
+        for other in self.running:
+            tokens += len(other.sequence) - other.sequence.num_computed + self._growth(other)
+        missing = -(-tokens // self.page_size) + _unlocked_pages(node)
         missing -= self.pool.num_free + self.tree.num_cached
         if missing <= 0:
             return True
         queued = (other.sequence for other in self.waiting if other is not request)
         return missing <= sum(len(sequence.pages) for sequence in (*self._idle.values(), *queued))
+
+    def _growth(self, request: Request) -> int:
+        return self._estimate.remaining(request.completion_tokens, request.new_tokens)
+
+    def _cached_prefix(self, request: Request) -> tuple[RadixNode, int]:
+        """Where the request's cached prefix ends in the tree, and how many of its tokens are computed."""
+        sequence = request.sequence
+        node = sequence.node or self.tree.root(sequence.namespace)
+        if sequence.num_computed > sequence.num_shared:
+            return node, sequence.num_computed  # it stands on pages of its own
+        tokens = np.array(sequence.token_ids[sequence.num_shared : -1], dtype=np.int32)
+        node, pages = self.tree.match(node, tokens)
+        return node, sequence.num_shared + len(pages) * self.page_size
 
     def _finish(self, request: Request) -> None:
         request.done = True
@@ -394,6 +438,8 @@ class Scheduler:
     def _settle(self, request: Request) -> None:
         """Count a request that ended and leave its sequence idle, standing on shared pages."""
         self.stats.add(request.usage())
+        if request.generation is not None and request.generation.finished:
+            self._estimate.ended(request.completion_tokens)
         sequence = request.sequence
         if sequence.id in self._live and sequence.pages:
             self._publish(sequence, sequence.num_computed)
@@ -405,6 +451,16 @@ class Scheduler:
         self._let_go(sequence, keep=False)
         if node is not None and length > start:
             self.pool.free(self.tree.discard(node, length - start))
+
+
+def _unlocked_pages(node: RadixNode) -> int:
+    """Cached pages on the path to `node` that would be held, and no longer evictable, if a sequence stood there."""
+    pages = 0
+    walk: RadixNode | None = node
+    while walk is not None and walk.lock == 0:
+        pages += len(walk.pages)
+        walk = walk.parent
+    return pages
 
 
 def _urgency(request: Request) -> tuple[int, int]:

@@ -54,8 +54,24 @@ class Sampled(Protocol):
         """Whether nothing more is to be drawn."""
 
 
+class ProgramInfo:
+    """What the scheduler and the trace know of a program: its number (older ones are smaller), and if it has begun."""
+
+    __slots__ = ("name", "number", "started")
+
+    def __init__(self, number: int, name: str) -> None:
+        self.number = number
+        self.name = name
+        self.started = False
+
+
 class Request:
     """Compute a sequence to its end and then sample, or return log-probabilities.
+
+    Attributes:
+        program, branch, node, label: what it belongs to, for scheduling and traces.
+        path_len: tokens from here to the end of its branch's longest path, as far as the graph is known.
+        due: how many admissions of the engine may pass before this one comes first.
 
     Args:
         sequence: what to compute; its ids at this moment are the prompt.
@@ -85,6 +101,12 @@ class Request:
         self.priority = priority
         self.score_only = score_only
         self.option = option
+        self.program: ProgramInfo | None = None
+        self.branch = 0
+        self.node = 0
+        self.label = ""
+        self.path_len = new_tokens
+        self.due = 0
         self.prompt_len = len(sequence)
         self.accounted = 0
         self.logprobs: dict[int, tuple[float, ...]] = {}

@@ -1,0 +1,225 @@
+"""Order of admission, preemption, retraction and the learned reserve: on the scripted model, by counting."""
+
+from __future__ import annotations
+
+import pytest
+from support.scripted import Rig
+
+from sgl.lang.graph import DoneEvent, Gen, Graph, LiteralText, ProgramOptions, Sampling, Text, ValueEvent
+from sgl.runtime.estimate import OutputEstimate
+from sgl.runtime.policies import MAX_SKIPS, QueuePolicy, victim
+from sgl.runtime.radix import RadixNode, RadixTree
+from sgl.runtime.sequence import ProgramInfo, Request, Sequence
+
+
+def request(number: int, *, new_tokens: int = 8, priority: int = 0, prompt: str = "", due: int = 10**9) -> Request:
+    made = Request(Sequence(number, "", list(prompt.encode())), new_tokens=new_tokens, priority=priority)
+    made.due = due
+    return made
+
+
+def numbers(requests: list[Request]) -> list[int]:
+    return [each.sequence.id for each in requests]
+
+
+def no_match(request: Request) -> tuple[RadixNode, int]:
+    raise AssertionError("this policy looks nothing up")
+
+
+def test_arrival_order_and_priority() -> None:
+    policy = QueuePolicy("fcfs", no_match)
+    waiting = [request(1), request(2, priority=1), request(3), request(4, priority=1)]
+    assert numbers(policy.order(waiting, 0)) == [2, 4, 1, 3]
+
+
+def test_longest_output_first() -> None:
+    policy = QueuePolicy("lof", no_match)
+    waiting = [request(1, new_tokens=5), request(2, new_tokens=9), request(3, new_tokens=7)]
+    assert numbers(policy.order(waiting, 0)) == [2, 3, 1]
+
+
+def test_started_programs_first_and_the_longest_path_first_within_one() -> None:
+    policy = QueuePolicy("program", no_match)
+    old, young = ProgramInfo(1, "old"), ProgramInfo(2, "young")
+    waiting = [request(i) for i in range(1, 6)]
+    for each, program, path in zip(waiting, (old, young, old, young, old), (5, 9, 7, 3, 6), strict=True):
+        each.program, each.path_len = program, path
+    assert numbers(policy.order(waiting, 0)) == [3, 5, 1, 2, 4]
+    young.started = True
+    assert numbers(policy.order(waiting, 0)) == [2, 4, 3, 5, 1]
+
+
+def test_overdue_and_put_back_requests_come_first() -> None:
+    policy = QueuePolicy("lof", no_match)
+    waiting = [request(1, new_tokens=1, due=5), request(2, new_tokens=9), request(3, new_tokens=2)]
+    waiting[2].last_step = 7
+    assert numbers(policy.order(waiting, 4)) == [3, 2, 1]
+    assert numbers(policy.order(waiting, 5)) == [1, 3, 2]
+
+
+def tree_of(*texts: str) -> RadixTree:
+    import numpy as np
+
+    tree = RadixTree()
+    page = 0
+    for each in texts:
+        ids = np.frombuffer(each.encode(), dtype=np.uint8).astype(np.int32)
+        tree.extend(tree.root(), ids, np.arange(page, page + len(ids), dtype=np.int32))
+        page += len(ids)
+    return tree
+
+
+def matcher(tree: RadixTree):  # type: ignore[no-untyped-def]
+    import numpy as np
+
+    def match(each: Request) -> tuple[RadixNode, int]:
+        node, pages = tree.match(tree.root(), np.array(each.sequence.token_ids, dtype=np.int32))
+        return node, len(pages)
+
+    return match
+
+
+def test_longest_prefix_first() -> None:
+    policy = QueuePolicy("lpm", matcher(tree_of("abcdef")))
+    waiting = [request(1, prompt="xyz"), request(2, prompt="abz"), request(3, prompt="abcd"), request(4, prompt="a")]
+    assert numbers(policy.order(waiting, 0)) == [3, 2, 4, 1]
+
+
+def test_depth_first_keeps_subtrees_together_and_takes_the_heaviest_first() -> None:
+    policy = QueuePolicy("dfs-weight", matcher(tree_of("aab", "aac", "b")))
+    prompts = ["b1", "aab1", "aac1", "b2", "aac2", "aac3", "z"]
+    waiting = [request(i, prompt=prompt) for i, prompt in enumerate(prompts, 1)]
+    # The subtree under "aa" has four requests, "b" two, and the root itself one.
+    assert numbers(policy.order(waiting, 0)) == [7, 3, 5, 6, 2, 1, 4]
+
+
+def test_random_is_a_permutation_by_seed() -> None:
+    waiting = [request(i) for i in range(50)]
+    one, two, other = (numbers(QueuePolicy("random", no_match, seed=seed).order(waiting, 0)) for seed in (1, 1, 2))
+    assert one == two != other
+    assert sorted(one) == list(range(50)) != one
+
+
+def test_victims() -> None:
+    running = [request(i, prompt="p" * i, priority=i % 2) for i in range(1, 6)]
+    for each, done in zip(running, (0, 5, 2, 2, 9), strict=True):
+        each.completion_tokens = done
+    assert victim("latest", running, []) is running[4]
+    assert victim("latest", running, [5]) is running[3]
+    assert victim("length", running, []) is running[3]  # two tokens lost, and the longer prompt of the two
+    assert victim("priority", running, []) is running[3]
+    assert victim("length", running[:1], []) is None  # the first admitted never gives way
+    assert victim("length", running, [2, 3, 4, 5]) is None
+
+
+def test_estimate_learns_forgets_and_is_raised_by_retraction() -> None:
+    estimate = OutputEstimate()
+    assert estimate.remaining(0, 1000) == 500
+    for _ in range(300):
+        estimate.ended(20)
+    assert estimate.remaining(0, 1000) == 20
+    assert estimate.remaining(0, 5) == 5  # never more than is allowed
+    estimate.retracted()
+    assert estimate.remaining(0, 1000) == 30
+    for _ in range(300):
+        estimate.ended(40)
+    assert estimate.remaining(0, 1000) == 40  # the old lengths and the raised factor are gone
+    assert OutputEstimate(2.0).remaining(0, 100) == 100
+
+
+# --- in the engine --------------------------------------------------------------------------------------------------
+
+
+def start(rig: Rig, program: int, prompt: str, n: int, **options: object) -> None:
+    rig.core.open(program, ProgramOptions(**options))  # type: ignore[arg-type]
+    nodes = (
+        Text(id=0, segments=(LiteralText(prompt),)),
+        Gen(id=1, name="x", sampling=Sampling(max_new_tokens=n, temperature=0.0, ignore_eos=True)),
+    )
+    rig.core.submit(program, Graph(nodes=nodes), finish=True)
+
+
+def order_of_ends(rig: Rig, programs: range, most_steps: int = 5000) -> list[int]:
+    ended: list[int] = []
+    for _ in range(most_steps):
+        if not rig.core.has_work:
+            return ended
+        rig.core.step()
+        rig.core.snapshot().check()
+        ended += [p for p in programs if p not in ended and rig.of(p, DoneEvent)]
+    raise AssertionError("the engine makes no progress")
+
+
+def test_an_urgent_request_displaces_the_least_urgent_one_and_both_end_right() -> None:
+    def outputs(**changes: object) -> tuple[list[str], list[int], int]:
+        rig = Rig(max_running_requests=1, **changes)
+        start(rig, 1, "slow", 40)
+        for _ in range(5):
+            rig.core.step()
+        start(rig, 2, "urgent", 4, priority=10)
+        ended = order_of_ends(rig, range(1, 3))
+        values = [event.value for program in (1, 2) for event in rig.of(program, ValueEvent)]
+        return values, ended, rig.core.snapshot().preemptions
+
+    displaced = outputs()
+    waited = outputs(preemption_threshold=None)
+    assert displaced[0] == waited[0]
+    assert (displaced[1], displaced[2]) == ([2, 1], 1)
+    assert (waited[1], waited[2]) == ([1, 2], 0)
+    assert outputs(preemption_threshold=11)[2] == 0
+
+
+def test_a_request_that_is_passed_over_is_served_in_bounded_time() -> None:
+    """Longest output first starves short ones by itself; the age bound does not let it."""
+    rig = Rig(max_running_requests=1, schedule_policy="lof", num_pages=512)
+    start(rig, 0, "first", 3)
+    rig.core.step()
+    start(rig, 1, "short", 1)
+    served_before = 0
+    for program in range(2, MAX_SKIPS + 400):
+        start(rig, program, "long", 2)
+        while not rig.of(program, DoneEvent) and not rig.of(1, DoneEvent):
+            rig.core.step()
+        if rig.of(1, DoneEvent):
+            break
+        served_before += 1
+    assert rig.of(1, DoneEvent)
+    assert MAX_SKIPS - 2 <= served_before <= MAX_SKIPS + 2
+
+
+@pytest.mark.parametrize("policy", ["program", "fcfs", "lpm", "dfs-weight", "lof", "random"])
+@pytest.mark.parametrize("retraction", ["latest", "length", "priority"])
+def test_every_policy_ends_everything_under_pressure_with_the_same_output(policy: str, retraction: str) -> None:
+    calm = Rig(num_pages=4096, chunked_prefill_size=512)
+    tight = Rig(num_pages=150, schedule_policy=policy, retraction_policy=retraction)
+    for rig in (calm, tight):
+        for program in range(12):
+            start(rig, program, "shared prefix " + str(program % 3) * 20, 40 + program, priority=program % 2)
+        order_of_ends(rig, range(12))
+    for program in range(12):
+        assert [e.value for e in tight.of(program, ValueEvent)] == [e.value for e in calm.of(program, ValueEvent)]
+    assert tight.core.snapshot().retractions > 0
+
+
+def test_room_is_reserved_as_generations_turn_out_to_be_short() -> None:
+    """Generations that may be long but are short: once that is known, more of them run side by side."""
+
+    def most_running(conservativeness: float) -> tuple[int, int]:
+        rig = Rig(num_pages=220, schedule_conservativeness=conservativeness)
+        eos = "~"
+        for program in range(40):
+            rig.core.open(program, ProgramOptions())
+            nodes = (
+                Text(id=0, segments=(LiteralText(f"{program:02}"),)),
+                Gen(id=1, name="x", sampling=Sampling(max_new_tokens=100, temperature=0.0, stop=(eos,))),
+            )
+            rig.core.submit(program, Graph(nodes=nodes), finish=True)
+        most = 0
+        while rig.core.has_work:
+            rig.core.step()
+            most = max(most, rig.core.snapshot().num_running)
+        return most, rig.core.snapshot().retractions
+
+    bold, careful = most_running(0.2), most_running(4.0)
+    assert bold[0] > careful[0]
+    assert careful[1] <= bold[1]
