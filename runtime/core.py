@@ -21,9 +21,10 @@ from sgl.errors import EngineDead, InternalError, QueueTimeout, SglError, StateL
 from sgl.grammars.compiler import GrammarCompiler
 from sgl.lang.graph import Event, Graph, ProgramOptions
 from sgl.limits import DEFAULT_LIMITS, Limits
+from sgl.runtime.branch import Reply
 from sgl.runtime.config import ResolvedConfig
 from sgl.runtime.plan import StepPlan, StepResult
-from sgl.runtime.program_run import ProgramRun, Reply
+from sgl.runtime.program_run import ProgramRun
 from sgl.runtime.scheduler import Scheduler
 from sgl.runtime.sequence import Request
 from sgl.runtime.stats import Stats

@@ -15,7 +15,7 @@ import hashlib
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
@@ -62,16 +62,15 @@ from sgl.lang.graph import (
     ValueEvent,
     validate,
 )
+from sgl.runtime.branch import SMALL, Branch, Read, Reply, text_bytes, text_len
 from sgl.runtime.config import ResolvedConfig
 from sgl.runtime.generation import Generation
+from sgl.runtime.program_select import OptionScoring
 from sgl.runtime.scheduler import Scheduler
-from sgl.runtime.selection import Path, Selection, common_length, decide
+from sgl.runtime.selection import Selection, common_length
 from sgl.runtime.sequence import Request
-from sgl.runtime.sequence import Sequence as TokenSequence
 from sgl.runtime.text.tokenizer import Piece, Tokenizer
 from sgl.runtime.text.transcript import Transcript
-
-Reply = Callable[[StateText | None, SglError | None], None]
 
 
 class Services(Protocol):
@@ -99,40 +98,21 @@ class Services(Protocol):
         """`run` is over; `sequences` had requests of it."""
 
 
-class _Read:
-    """A queued `read_state`: answered when its branch gets there."""
+class _Drawing(NamedTuple):
+    """A generation under way."""
 
-    def __init__(self, reply: Reply) -> None:
-        self.reply = reply
-
-
-class Branch:
-    """A prompt state: its token ids are the truth, its transcript is their text."""
-
-    def __init__(self, id: int, sequence: TokenSequence, transcript: Transcript) -> None:
-        self.id = id
-        self.sequence = sequence
-        self.transcript = transcript
-        self.queue: deque[Node | _Read] = deque()
-        self.busy = False
-        self.started_at = 0.0
-        self.text_at_fork = 0
-        self.num_streamed = 0
-        self.marks: dict[str, tuple[list[int], Transcript]] = {}
+    branch: Branch
+    node: Gen
+    request: Request
+    generation: Generation
 
 
-class _Scoring:
-    """A select whose options are being scored."""
+class _Scoring(NamedTuple):
+    """A select under way; every request of it has one of these."""
 
-    def __init__(self, node: Select, branch: Branch, selection: Selection) -> None:
-        self.node = node
-        self.branch = branch
-        self.selection = selection
-        self.base_len = len(branch.sequence)
-        self.pending: set[int] = set()  # ids of sequences
-        self.options: list[TokenSequence] = []
-        self.unconditional: dict[int, list[float]] = {}
-        self.requests: list[Request] = []
+    branch: Branch
+    node: Select
+    scoring: OptionScoring
 
 
 class ProgramRun:
@@ -154,10 +134,10 @@ class ProgramRun:
         self._namespace = f"program-{id}" if services.config.disable_radix_cache else ""
         self._values: dict[tuple[int, str], str] = {}
         self._lineage: dict[int, int] = {}  # branch -> parent
-        self._work: dict[int, tuple[Request, Branch, Gen, Generation] | _Scoring] = {}
+        self._work: dict[int, _Drawing | _Scoring] = {}  # by sequence
         self._blocked: set[int] = set()
         self._touched: set[int] = set()
-        self._unborn: dict[int, deque[Node | _Read]] = {}  # nodes of branches whose fork is still queued
+        self._unborn: dict[int, deque[Node | Read]] = {}  # nodes of branches whose fork is still queued
         self._joining: Counter[int] = Counter()  # branch -> joins that are still queued
         self._released: set[int] = set()
         self._depth = 0
@@ -203,10 +183,10 @@ class ProgramRun:
         """Answer with the branch's text once everything queued on it is done."""
         branch = self._branches.get(branch_id)
         if branch is not None:
-            branch.queue.append(_Read(reply))
+            branch.queue.append(Read(reply))
             self._advance([branch_id])
         elif branch_id in self._lineage and branch_id not in self._released:
-            self._unborn.setdefault(branch_id, deque()).append(_Read(reply))
+            self._unborn.setdefault(branch_id, deque()).append(Read(reply))
         else:
             reply(None, StateLost(f"branch {branch_id} is not alive", hint="read a state before it is released"))
 
@@ -216,12 +196,11 @@ class ProgramRun:
         if self.ended or work is None:
             return
         try:
+            self._failed_at = (work.node.id, work.branch.id)
             if isinstance(work, _Scoring):
-                self._failed_at = (work.node.id, work.branch.id)
                 self._on_score(work, request)
             else:
-                self._failed_at = (work[2].id, work[1].id)
-                self._on_token(*work)
+                self._on_token(work)
         except SglError as error:
             self.fail(error)
 
@@ -264,11 +243,11 @@ class ProgramRun:
             self._blocked.discard(branch.id)
             while branch.queue and not branch.busy and not self.ended:
                 node = branch.queue[0]
-                self._failed_at = (None, None) if isinstance(node, _Read) else (node.id, branch.id)
+                self._failed_at = (None, None) if isinstance(node, Read) else (node.id, branch.id)
                 try:
                     born = self._execute(branch, node)
                 except Exception as error:  # noqa: BLE001 - a bug in one program must not end the others
-                    self.fail(_typed(error).at(None if isinstance(node, _Read) else node.location))
+                    self.fail(_typed(error).at(None if isinstance(node, Read) else node.location))
                     break
                 if born is None:
                     self._blocked.add(branch.id)
@@ -283,10 +262,10 @@ class ProgramRun:
         if self._depth == 0:  # a job that ran at once advances from within: whoever called it is not done yet
             self._maybe_finish()
 
-    def _execute(self, branch: Branch, node: Node | _Read) -> Sequence[int] | None:
+    def _execute(self, branch: Branch, node: Node | Read) -> Sequence[int] | None:
         """Run one node; the branches that it gave something to do, or `None` when it has to wait."""
         match node:
-            case _Read():
+            case Read():
                 text = branch.transcript.text
                 node.reply(StateText(text=text, token_ids=tuple(branch.sequence.token_ids)), None)
             case Text():
@@ -308,10 +287,10 @@ class ProgramRun:
                     branch.transcript.end()
                 self._apply_cuts(branch)
                 self._stream_text(branch)
-            case Tokens() | Fork() | Mark() if _size(branch.transcript.pending_pieces) >= _SMALL:
+            case Tokens() | Fork() | Mark() if branch.has_long_unit:
                 branch.busy = True
                 self._services.run_job(
-                    partial(self._encode_unit, branch), partial(self._guarded, branch, node, self._flushed), small=False
+                    branch.encode_unit, partial(self._guarded, branch, node, self._flushed), small=False
                 )
                 return None
             case Tokens():
@@ -330,19 +309,17 @@ class ProgramRun:
                 if reopened := branch.transcript.reopen():
                     # A fork or mark ended the unit; the options are encoded with its text all the same.
                     self._scheduler.truncate(branch.sequence, len(branch.sequence) - reopened)
-                    self._scheduler.stats.tokenized_bytes -= _num_bytes(branch.transcript.pending_pieces)
+                    self._scheduler.stats.tokenized_bytes -= text_bytes(branch.transcript.pending_pieces)
                 pending = branch.transcript.pending_pieces
                 self._services.run_job(
                     partial(self._encode_options, branch, node, pending),
                     partial(self._guarded, branch, node, self._start_select),
-                    small=len(node.choices) * _size(pending) < _SMALL,
+                    small=len(node.choices) * text_len(pending) < SMALL,
                 )
             case Fork():
                 self._flush(branch)
                 for child_id in node.children:
                     child = Branch(child_id, self._scheduler.fork(branch.sequence), branch.transcript.copy())
-                    child.text_at_fork = len(child.transcript.text)
-                    child.num_streamed = child.text_at_fork
                     child.queue.extend(self._unborn.pop(child_id, ()))
                     self._branches[child_id] = child
                     self._touched.add(child_id)
@@ -408,19 +385,13 @@ class ProgramRun:
 
     def _flush(self, branch: Branch) -> None:
         """Encode the pending unit and append it."""
-        self._append_unit(branch, *self._encode_unit(branch))
+        self._append_unit(branch, *branch.encode_unit())
 
     def _flushed(self, branch: Branch, node: Node, ids: list[int], num_bytes: int) -> None:
         """A long unit is encoded: the node that ended it can run now."""
         self._append_unit(branch, ids, num_bytes)
         branch.busy = False
         self._advance([branch.id])
-
-    def _encode_unit(self, branch: Branch) -> tuple[list[int], int]:
-        """Encode the pending unit (may run as a job); ids, and the bytes of program text in it."""
-        pieces = branch.transcript.pending_pieces
-        ids = branch.transcript.flush()  # refuses text that has no UTF-8 form
-        return ids, _num_bytes(pieces)
 
     def _append_unit(self, branch: Branch, ids: list[int], num_bytes: int) -> None:
         branch.sequence.token_ids.extend(ids)
@@ -450,10 +421,8 @@ class ProgramRun:
             self._emit_new_text(branch)
 
     def _emit_new_text(self, branch: Branch) -> None:
-        text = branch.transcript.text
-        if len(text) > branch.num_streamed:
-            self._services.emit(self.id, TextEvent(branch=branch.id, text=text[branch.num_streamed :]))
-        branch.num_streamed = len(text)
+        if text := branch.unstreamed():
+            self._services.emit(self.id, TextEvent(branch=branch.id, text=text))
 
     # --- generations ---
 
@@ -470,9 +439,9 @@ class ProgramRun:
 
         def job() -> tuple[list[int], int, CompiledGrammar | None]:
             grammar = self._services.compiler.compile(constraint) if constraint is not None else None
-            return *self._encode_unit(branch), grammar
+            return *branch.encode_unit(), grammar
 
-        small = constraint is None and _size(branch.transcript.pending_pieces) < _SMALL
+        small = constraint is None and text_len(branch.transcript.pending_pieces) < SMALL
         self._services.run_job(job, partial(self._guarded, branch, node, self._start_gen), small=small)
 
     def _guarded(
@@ -518,10 +487,11 @@ class ProgramRun:
             new_tokens=new_tokens,
             priority=self.options.priority,
         )
-        self._work[sequence.id] = (request, branch, node, generation)
+        self._work[sequence.id] = _Drawing(branch, node, request, generation)
         self._add(request)
 
-    def _on_token(self, request: Request, branch: Branch, node: Gen, generation: Generation) -> None:
+    def _on_token(self, work: _Drawing) -> None:
+        branch, node, request, generation = work
         if request.failed is not None:
             raise _error_of(request.failed).at(node.location)
         if self.options.stream:
@@ -567,88 +537,41 @@ class ProgramRun:
     ) -> tuple[Selection, list[int], int]:
         start = not branch.sequence.token_ids
         unit, encoded = self._services.tokenizer.encode_continuations(pending, node.choices, start)
-        return Selection(unit, encoded), unit, _num_bytes(pending)
+        return Selection(unit, encoded), unit, text_bytes(pending)
 
     def _start_select(
         self, branch: Branch, node: Select, selection: Selection, unit: list[int], num_bytes: int
     ) -> None:
         self._append_unit(branch, unit[: selection.num_stable], num_bytes)
-        sequence = branch.sequence
-        if not sequence.token_ids:
-            raise EmptyPrompt(
-                "select has nothing to condition on, and this model has no beginning-of-sequence token",
-                hint="append some text before selecting",
-            )
-        work = _Scoring(node, branch, selection)
+        scoring = OptionScoring(
+            node,
+            branch.sequence,
+            selection,
+            self._scheduler,
+            self._services.tokenizer,
+            priority=self.options.priority,
+        )
         self._count(Usage(healed_tokens=len(unit) - selection.num_stable))
-        last = work.base_len - 1
-        requests = [Request(sequence, scores={last: selection.first_ids}, priority=self.options.priority)]
-        for chain in selection.chains:
-            option = self._scheduler.new_sequence(self._namespace, [*sequence.token_ids, *chain.tokens])
-            scores = {last + k: ids for k, ids in chain.wanted.items()}
-            requests.append(Request(option, scores=scores, priority=self.options.priority, score_only=True))
-            work.options.append(option)
-        if node.method == "unconditional_likelihood_normalized":
-            requests.extend(self._unconditional(work))
-        for request in requests:
-            work.pending.add(request.sequence.id)
-            work.requests.append(request)
-            self._work[request.sequence.id] = work
-        for request in requests:
+        for request in scoring.requests:
+            self._work[request.sequence.id] = _Scoring(branch, node, scoring)
+        for request in scoring.requests:
             self._add(request)
 
-    def _unconditional(self, work: _Scoring) -> list[Request]:
-        """Requests for each option's tokens without the prompt; a first token with nothing before it scores 0."""
-        tokenizer = self._services.tokenizer
-        start = [tokenizer.bos_id] if tokenizer.add_bos and tokenizer.bos_id is not None else []
-        requests = []
-        for i, path in enumerate(work.selection.paths):
-            ids = [*start, *path]
-            scores: dict[int, Path] = {position: (ids[position + 1],) for position in range(len(ids) - 1)}
-            work.unconditional[i] = [] if start else [0.0]
-            if scores:
-                sequence = self._scheduler.new_sequence(self._namespace, ids[:-1])
-                work.options.append(sequence)
-                requests.append(
-                    Request(sequence, scores=scores, priority=self.options.priority, score_only=True, option=i)
-                )
-        return requests
-
     def _on_score(self, work: _Scoring, request: Request) -> None:
-        node, branch, selection = work.node, work.branch, work.selection
+        branch, node, scoring = work
         if request.failed is not None:
             raise _error_of(request.failed).at(node.location)
         if not request.done:
             return
-        sequence = request.sequence
-        if request.option is not None:
-            values = [request.logprobs[position][0] for position in sorted(request.logprobs)]
-            work.unconditional[request.option].extend(values)
-        else:
-            for position, logprobs in request.logprobs.items():
-                prefix: Path = tuple(sequence.token_ids[work.base_len : position + 1])
-                selection.put(prefix, logprobs)
-        work.pending.discard(sequence.id)
-        del self._work[sequence.id]
-        if work.pending:
+        del self._work[request.sequence.id]
+        if not scoring.take(request):
             return
-        best, scores = decide(
-            node.choices,
-            selection.paths,
-            [selection.logprobs(i) for i in range(len(node.choices))],
-            node.method,
-            unconditional=[work.unconditional[i] for i in range(len(node.choices))] if work.unconditional else (),
-            temperature=node.temperature,
-            seed=node.seed if node.seed is not None else self._seed(node.id),
-        )
-        choice, path = node.choices[best], selection.paths[best]
+        choice, path, scores = scoring.decide(node.seed if node.seed is not None else self._seed(node.id))
         branch.sequence.token_ids.extend(path)
         branch.transcript.add_text(choice)
         branch.transcript.flush()  # the same ids again: the unit and the option in one
-        for option in work.options:
-            self._scheduler.release(option)
+        scoring.release()
         self._stream_text(branch)
-        usage = sum((request.usage() for request in work.requests), Usage())
         self._done(
             branch,
             node,
@@ -658,7 +581,7 @@ class ProgramRun:
                 name=node.name,
                 value=choice,
                 token_ids=path,
-                usage=usage,
+                usage=scoring.usage(),
                 choices=scores,
             ),
         )
@@ -712,7 +635,7 @@ class ProgramRun:
         for branch in self._branches.values():
             if branch.queue:  # nothing runs that could ever let it go on
                 node = branch.queue[0]
-                self._failed_at = (None if isinstance(node, _Read) else node.id, branch.id)
+                self._failed_at = (None if isinstance(node, Read) else node.id, branch.id)
                 self.fail(_stuck(node))
                 return
         if self._unborn:
@@ -735,36 +658,22 @@ class ProgramRun:
     def _close(self, lost: SglError) -> None:
         """Abort every request, let go of every page, answer every open read."""
         self.ended = True
-        requests: list[Request] = []
-        sequences: dict[int, TokenSequence] = {}
+        for work in self._work.values():
+            self._scheduler.abort(work.scoring.requests if isinstance(work, _Scoring) else [work.request])
         for work in self._work.values():
             if isinstance(work, _Scoring):
-                requests.extend(work.requests)
-                sequences.update({option.id: option for option in work.options})
-            else:
-                requests.append(work[0])
-        self._scheduler.abort(requests)
-        for branch in self._branches.values():
-            sequences[branch.sequence.id] = branch.sequence
+                work.scoring.release()
         for queue in (*(branch.queue for branch in self._branches.values()), *self._unborn.values()):
             for node in queue:
-                if isinstance(node, _Read):
+                if isinstance(node, Read):
                     node.reply(None, lost)
-        for sequence in sequences.values():
-            self._scheduler.release(sequence)
+        for branch in self._branches.values():
+            self._scheduler.release(branch.sequence)
         if self._namespace:
             self._scheduler.drop_namespace(self._namespace)
         self._services.ended(self, list(self._work))
         self._work.clear()
         self._branches.clear()
-
-
-_SMALL = 4096
-
-
-def _num_bytes(pieces: Sequence[Piece]) -> int:
-    """UTF-8 bytes of the text in `pieces`, special tokens aside."""
-    return sum(len(piece.text.encode()) for piece in pieces if not piece.template)
 
 
 def _typed(error: Exception) -> SglError:
@@ -775,7 +684,7 @@ def _typed(error: Exception) -> SglError:
     return failure
 
 
-def _stuck(node: Node | _Read) -> SglError:
+def _stuck(node: Node | Read) -> SglError:
     """The error of a program whose next node waits for what never comes."""
     match node:
         case Text():
@@ -785,11 +694,7 @@ def _stuck(node: Node | _Read) -> SglError:
             what = f"a join waits for branches {list(node.children)}, which nothing forks"
         case _:
             what = "the program waits for itself"
-    return InvalidProgram(what, location=None if isinstance(node, _Read) else node.location)
-
-
-def _size(pieces: Sequence[Piece]) -> int:
-    return sum(len(piece.text) for piece in pieces)
+    return InvalidProgram(what, location=None if isinstance(node, Read) else node.location)
 
 
 def _error_of(failed: tuple[str, str]) -> SglError:

@@ -1,0 +1,83 @@
+"""One prompt state of a running program: its tokens, its text, and the nodes it has yet to execute.
+
+Owns the seam between the text of a branch (`Transcript`) and its token ids (`Sequence`): units are encoded and appended
+here, and cut where the chat template rewrote earlier turns. `program_run` executes the nodes; the scheduler alone
+changes pages. A branch with a job under way is `busy`, and nobody touches it meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from sgl.errors import SglError
+from sgl.lang.graph import Node, StateText
+from sgl.runtime.sequence import Sequence as TokenSequence
+from sgl.runtime.text.tokenizer import Piece
+from sgl.runtime.text.transcript import Transcript
+
+Reply = Callable[[StateText | None, SglError | None], None]
+
+SMALL = 4096
+"""Characters that are encoded at once, on the core's thread; longer text goes to a job."""
+
+
+class Read:
+    """A queued `read_state`: answered when its branch gets there."""
+
+    def __init__(self, reply: Reply) -> None:
+        self.reply = reply
+
+
+class Branch:
+    """A prompt state: its token ids are the truth, its transcript is their text.
+
+    Args:
+        id: in the program.
+        sequence, transcript: what it begins with; of a fork child, the parent's.
+
+    Attributes:
+        queue: nodes and reads that wait for their turn.
+        text_at_fork: characters that it had when it was made.
+        num_streamed: characters of its text that the client has been sent.
+        marks: by label, the ids and the transcript of that moment.
+    """
+
+    def __init__(self, id: int, sequence: TokenSequence, transcript: Transcript) -> None:
+        self.id = id
+        self.sequence = sequence
+        self.transcript = transcript
+        self.queue: deque[Node | Read] = deque()
+        self.busy = False
+        self.started_at = 0.0
+        self.text_at_fork = len(transcript.text)
+        self.num_streamed = self.text_at_fork
+        self.marks: dict[str, tuple[list[int], Transcript]] = {}
+
+    @property
+    def has_long_unit(self) -> bool:
+        """Whether the pending unit is too long to be encoded at once."""
+        return text_len(self.transcript.pending_pieces) >= SMALL
+
+    def encode_unit(self) -> tuple[list[int], int]:
+        """Encode the pending unit (may run as a job); ids, and the bytes of program text in it."""
+        pieces = self.transcript.pending_pieces
+        ids = self.transcript.flush()  # refuses text that has no UTF-8 form
+        return ids, text_bytes(pieces)
+
+    def unstreamed(self) -> str:
+        """Text that the client has not been sent; it is taken as sent from now on."""
+        text = self.transcript.text
+        new = text[self.num_streamed :]
+        self.num_streamed = len(text)
+        return new
+
+
+def text_len(pieces: Sequence[Piece]) -> int:
+    """Characters of `pieces`."""
+    return sum(len(piece.text) for piece in pieces)
+
+
+def text_bytes(pieces: Sequence[Piece]) -> int:
+    """UTF-8 bytes of the text in `pieces`, special tokens aside."""
+    return sum(len(piece.text.encode()) for piece in pieces if not piece.template)
