@@ -34,6 +34,7 @@ back on the other side. Standard library and msgspec only, so that every room ma
     |   +-- ConstraintDeadEnd            the grammar allows no token
     |   +-- Truncated                    the typed value ended before it was complete; `partial` holds the text
     +-- EngineDead                  503  the worker ended; every open program gets this
+    +-- BenchError                  500  a measurement that cannot be made: a peer that fails, sides that differ
     +-- InternalError               500  a bug of ours
 """
 
@@ -309,6 +310,12 @@ class EngineDead(SglError):
 
     code = "engine_dead"
     status = 503
+
+
+class BenchError(SglError):
+    """A measurement cannot be made as asked: a peer does not start or answer, or the two sides are not comparable."""
+
+    code = "bench_error"
 
 
 class InternalError(SglError):
