@@ -88,6 +88,17 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     message_log: Annotated[
         str | None, Meta(description="File to which the worker appends each message it receives, as a line of JSON.")
     ] = None
+    watchdog_timeout: Annotated[
+        float,
+        Meta(
+            ge=0,
+            description="Seconds after which a worker that makes no progress in a step, or in starting, prints the "
+            "stacks of its threads and ends; 0 switches this off.",
+        ),
+    ] = 300.0
+    fault_points: Annotated[
+        str | None, Meta(description="JSON of failures to inject, for tests; refused without SGL_TEST_FAULTS=1.")
+    ] = None
     log_level: Annotated[Literal["debug", "info", "warning", "error"], Meta(description="Of the worker.")] = "warning"
 
 
