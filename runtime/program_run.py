@@ -24,10 +24,10 @@ from sgl.errors import (
     DeadlineExceeded,
     EmptyPrompt,
     ErrorInfo,
-    InternalError,
     InvalidParameter,
     InvalidProgram,
     SglError,
+    SourceLocation,
     StateLost,
     Unsupported,
 )
@@ -64,11 +64,14 @@ from sgl.lang.graph import (
 )
 from sgl.runtime.branch import SMALL, Branch, Read, Reply, text_bytes, text_len
 from sgl.runtime.config import ResolvedConfig
+from sgl.runtime.failures import internal_error, typed
+from sgl.runtime.faults import FaultPoints
 from sgl.runtime.generation import Generation
+from sgl.runtime.lookahead import path_lengths
 from sgl.runtime.program_select import OptionScoring
 from sgl.runtime.scheduler import Scheduler
 from sgl.runtime.selection import Selection, common_length
-from sgl.runtime.sequence import Request
+from sgl.runtime.sequence import ProgramInfo, Request
 from sgl.runtime.text.tokenizer import Piece, Tokenizer
 from sgl.runtime.text.transcript import Transcript
 
@@ -81,6 +84,7 @@ class Services(Protocol):
     scheduler: Scheduler
     tokenizer: Tokenizer
     compiler: GrammarCompiler
+    faults: FaultPoints | None
 
     def now(self) -> float:
         """Seconds of the engine's clock."""
@@ -128,6 +132,8 @@ class ProgramRun:
         self.id = id
         self.options = options
         self.ended = False
+        self._info = ProgramInfo(id, options.name)
+        self._path_lengths: dict[int, int] = {}
         self.deadline = services.now() + options.deadline_s if options.deadline_s is not None else None
         self._services = services
         self._scheduler = services.scheduler
@@ -158,15 +164,18 @@ class ProgramRun:
         try:
             self._check_handles(graph)
             validate(graph, self._known())
-        except SglError as error:
-            self.fail(error)
-            return
+            self._take(graph, finish=finish)
+        except Exception as error:  # noqa: BLE001 - a bug in one program must not end the others
+            self._fail_by(error)
+
+    def _take(self, graph: Graph, *, finish: bool) -> None:
         for node in graph.nodes:
             if isinstance(node, Fork):
                 for child in node.children:
                     self._lineage[child] = node.branch
             elif isinstance(node, Join):
                 self._joining.update(node.children)
+        self._path_lengths.update(path_lengths(graph))
         by_branch: dict[int, list[Node]] = {}
         for node in graph.nodes:
             by_branch.setdefault(node.branch, []).append(node)
@@ -184,7 +193,10 @@ class ProgramRun:
         branch = self._branches.get(branch_id)
         if branch is not None:
             branch.queue.append(Read(reply))
-            self._advance([branch_id])
+            try:
+                self._advance([branch_id])
+            except Exception as error:  # noqa: BLE001 - a bug in one program must not end the others
+                self._fail_by(error)
         elif branch_id in self._lineage and branch_id not in self._released:
             self._unborn.setdefault(branch_id, deque()).append(Read(reply))
         else:
@@ -201,8 +213,8 @@ class ProgramRun:
                 self._on_score(work, request)
             else:
                 self._on_token(work)
-        except SglError as error:
-            self.fail(error)
+        except Exception as error:  # noqa: BLE001 - a bug in one program must not end the others
+            self._fail_by(error)
 
     def check_deadline(self, now: float) -> None:
         """Fail the program when its time is over."""
@@ -228,6 +240,10 @@ class ProgramRun:
         self._services.emit(self.id, FailedEvent(error=error.to_info(), node=node, branch=branch))
         self._close(StateLost(f"program {self.options.name!r} failed: {error.message}"))
 
+    def _fail_by(self, error: Exception, location: SourceLocation | None = None) -> None:
+        """End the program with what its own work raised, at `location` unless it says where."""
+        self.fail(typed(f"program {self.options.name!r} failed", error).at(location))
+
     # --- executing nodes ---
 
     def _advance(self, branches: Iterable[int]) -> None:
@@ -247,7 +263,7 @@ class ProgramRun:
                 try:
                     born = self._execute(branch, node)
                 except Exception as error:  # noqa: BLE001 - a bug in one program must not end the others
-                    self.fail(_typed(error).at(None if isinstance(node, Read) else node.location))
+                    self._fail_by(error, None if isinstance(node, Read) else node.location)
                     break
                 if born is None:
                     self._blocked.add(branch.id)
@@ -438,6 +454,9 @@ class ProgramRun:
             )
 
         def job() -> tuple[list[int], int, CompiledGrammar | None]:
+            faults = self._services.faults
+            if faults is not None and constraint is not None:
+                faults.reach("in_compile", self.options.name)
             grammar = self._services.compiler.compile(constraint) if constraint is not None else None
             return *branch.encode_unit(), grammar
 
@@ -455,8 +474,8 @@ class ProgramRun:
             if error is not None:
                 raise error
             start(branch, node, *result)
-        except SglError as failure:
-            self.fail(failure.at(node.location))
+        except Exception as failure:  # noqa: BLE001 - a bug in one program must not end the others
+            self._fail_by(failure, node.location)
 
     def _start_gen(
         self, branch: Branch, node: Gen, ids: list[int], num_bytes: int, grammar: CompiledGrammar | None
@@ -481,6 +500,8 @@ class ProgramRun:
             max_new_tokens=new_tokens,
             matcher=grammar.matcher() if grammar is not None else None,
         )
+        if services.faults is not None:
+            generation.before_text = partial(services.faults.reach, "in_detok", self.options.name)
         request = Request(
             sequence,
             generation=generation if sampling.max_new_tokens else None,
@@ -488,7 +509,7 @@ class ProgramRun:
             priority=self.options.priority,
         )
         self._work[sequence.id] = _Drawing(branch, node, request, generation)
-        self._add(request)
+        self._add(request, branch, node)
 
     def _on_token(self, work: _Drawing) -> None:
         branch, node, request, generation = work
@@ -555,7 +576,7 @@ class ProgramRun:
         for request in scoring.requests:
             self._work[request.sequence.id] = _Scoring(branch, node, scoring)
         for request in scoring.requests:
-            self._add(request)
+            self._add(request, branch, node)
 
     def _on_score(self, work: _Scoring, request: Request) -> None:
         branch, node, scoring = work
@@ -588,8 +609,13 @@ class ProgramRun:
 
     # --- ends ---
 
-    def _add(self, request: Request) -> None:
+    def _add(self, request: Request, branch: Branch, node: Gen | Select) -> None:
+        request.program = self._info
+        request.branch, request.node, request.label = branch.id, node.id, node.name
+        request.path_len = self._path_lengths.get(node.id, request.new_tokens)
         request.queued_at = self._services.now()
+        if self._services.faults is not None:
+            self._services.faults.reach("before_admit", self.options.name)
         self._services.watch(request, self)
         self._scheduler.add(request)
 
@@ -656,32 +682,42 @@ class ProgramRun:
         self._close(StateLost(f"program {self.options.name!r} has ended"))
 
     def _close(self, lost: SglError) -> None:
-        """Abort every request, let go of every page, answer every open read."""
+        """Answer every open read, and let go of everything. The client has been told the end: this cannot fail."""
         self.ended = True
+        for queue in (*(branch.queue for branch in self._branches.values()), *self._unborn.values()):
+            for node in queue:
+                if isinstance(node, Read):
+                    node.reply(None, lost)
+        try:
+            self._free()
+        except Exception as error:  # noqa: BLE001 - whatever bookkeeping broke, the engine goes on with a new one
+            internal_error(f"the state of program {self.options.name!r} could not be freed; the cache is dropped", error)
+            self._scheduler.rebuild(self._sequences())
+        self._services.ended(self, list(self._work))
+        self._work.clear()
+        self._branches.clear()
+
+    def _free(self) -> None:
+        """Abort every request and let go of every page."""
+        if self._services.faults is not None:
+            self._services.faults.reach("on_free", self.options.name)
         for work in self._work.values():
             self._scheduler.abort(work.scoring.requests if isinstance(work, _Scoring) else [work.request])
         for work in self._work.values():
             if isinstance(work, _Scoring):
                 work.scoring.release()
-        for queue in (*(branch.queue for branch in self._branches.values()), *self._unborn.values()):
-            for node in queue:
-                if isinstance(node, Read):
-                    node.reply(None, lost)
         for branch in self._branches.values():
             self._scheduler.release(branch.sequence)
         if self._namespace:
             self._scheduler.drop_namespace(self._namespace)
-        self._services.ended(self, list(self._work))
-        self._work.clear()
-        self._branches.clear()
 
-
-def _typed(error: Exception) -> SglError:
-    if isinstance(error, SglError):
-        return error
-    failure = InternalError(f"{type(error).__name__}: {error}")
-    failure.__cause__ = error
-    return failure
+    def _sequences(self) -> set[int]:
+        """Ids of everything that the program holds in the scheduler."""
+        ids = {branch.sequence.id for branch in self._branches.values()}
+        for work in self._work.values():
+            requests = work.scoring.requests if isinstance(work, _Scoring) else [work.request]
+            ids.update(request.sequence.id for request in requests)
+        return ids
 
 
 def _stuck(node: Node | Read) -> SglError:
