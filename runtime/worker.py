@@ -14,7 +14,8 @@ import os
 import signal
 import sys
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import Executor, ThreadPoolExecutor
 from io import FileIO
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +24,7 @@ import zmq
 
 from sgl.errors import ConfigError, InternalError, InvalidParameter, SglError, UnsupportedModel
 from sgl.lang.graph import PROTOCOL, Event, FailedEvent, StateText
-from sgl.runtime.config import config_from_mapping, resolve
+from sgl.runtime.config import EngineConfig, config_from_mapping, resolve
 from sgl.runtime.core import EngineCore
 from sgl.runtime.messages import (
     Cancel,
@@ -95,53 +96,13 @@ class Worker:
         if config.message_log is not None:
             self._message_log = _open_log(config.message_log)
         logging.getLogger("sgl").setLevel(config.log_level.upper())
-
-        # Imported here: torch takes seconds, and a wrong option is told before.
-        from sgl.runtime.loading.checkpoint import open_checkpoint
-        from sgl.runtime.loading.facts import gather_facts
-        from sgl.runtime.loading.sources import locate
-        from sgl.runtime.model_runner import ModelRunner
-        from sgl.runtime.sampler import Sampler
-
-        def progress(text: str) -> None:
-            self._send(Progress(text))
-
-        def downloading(done: int, total: int | None) -> None:
-            whole = f" of {total / 2**20:.0f}" if total else ""
-            progress(f"fetching {config.model_path}: {done / 2**20:.0f}{whole} MiB")
-
-        source = locate(config.model_path, load_format=config.load_format, offline=config.offline, progress=downloading)
-        checkpoint = open_checkpoint(source)
-        tokenizer = _tokenizer_of(checkpoint, config.tokenizer_path)
-        if tokenizer.vocab_size > checkpoint.config.vocab_size:
-            raise UnsupportedModel(
-                f"the tokenizer has {tokenizer.vocab_size} ids and the model {checkpoint.config.vocab_size}",
-                hint="give the tokenizer that belongs to the model",
-            )
-        resolved = resolve(config, gather_facts(checkpoint.config))
-        progress(
-            f"loading {source.name}: {resolved.weights_bytes / 2**20:.0f} MiB of weights, "
-            f"{resolved.pool_tokens * resolved.kv_bytes_per_token / 2**20:.0f} MiB for {resolved.pool_tokens} tokens"
-        )
-        model = checkpoint.build_model(resolved.dtype, resolved.device, deterministic=resolved.deterministic)
-        runner = ModelRunner(model, checkpoint.config, resolved)
-        core = EngineCore(
-            resolved,
-            tokenizer,
-            runner,
-            Sampler(tokenizer.vocab_size),
+        return build_core(
+            config,
             emit=lambda program, event: self._events.append((program, event)),
             executor=ThreadPoolExecutor(_JOB_THREADS, thread_name_prefix="sgl-jobs"),
             wake=self._wake,
+            progress=lambda text: self._send(Progress(text)),
         )
-        info = {
-            "model": source.name,
-            "model_path": str(source.path) if source.path else source.name,
-            "architecture": checkpoint.config.architecture,
-            "vocab_size": tokenizer.vocab_size,
-            "resolved": msgspec.to_builtins(resolved),
-        }
-        return core, info
 
     def _handle(self, frame: bytes) -> bool:
         """Act on one message; False when it says to end."""
@@ -224,6 +185,67 @@ class Worker:
         """Milliseconds until the next deadline; `None` without one."""
         deadline = self._core.next_deadline()
         return None if deadline is None else max(0, int((deadline - self._core.now()) * 1000) + 1)
+
+
+def build_core(
+    config: EngineConfig,
+    *,
+    emit: Callable[[int, Event], None],
+    executor: Executor | None = None,
+    wake: Callable[[], None] = lambda: None,
+    progress: Callable[[str], None] = lambda text: None,
+    kind: type[EngineCore] = EngineCore,
+) -> tuple[EngineCore, dict[str, Any]]:
+    """Load a model and put an engine core on it, in this process.
+
+    Args:
+        emit, executor, wake: as `EngineCore` takes them.
+        progress: gets a line for each phase.
+        kind: the core's class, for those who watch it from within.
+
+    Returns:
+        The core, and what `server_info` shows.
+
+    Raises:
+        ModelError: the model cannot be found, fetched or loaded.
+        ConfigError: it does not fit the wishes in `config`.
+    """
+    # Imported here: torch takes seconds, and a wrong option is told before.
+    from sgl.runtime.loading.checkpoint import open_checkpoint
+    from sgl.runtime.loading.facts import gather_facts
+    from sgl.runtime.loading.sources import locate
+    from sgl.runtime.model_runner import ModelRunner
+    from sgl.runtime.sampler import Sampler
+
+    def downloading(done: int, total: int | None) -> None:
+        whole = f" of {total / 2**20:.0f}" if total else ""
+        progress(f"fetching {config.model_path}: {done / 2**20:.0f}{whole} MiB")
+
+    source = locate(config.model_path, load_format=config.load_format, offline=config.offline, progress=downloading)
+    checkpoint = open_checkpoint(source)
+    tokenizer = _tokenizer_of(checkpoint, config.tokenizer_path)
+    if tokenizer.vocab_size > checkpoint.config.vocab_size:
+        raise UnsupportedModel(
+            f"the tokenizer has {tokenizer.vocab_size} ids and the model {checkpoint.config.vocab_size}",
+            hint="give the tokenizer that belongs to the model",
+        )
+    resolved = resolve(config, gather_facts(checkpoint.config))
+    progress(
+        f"loading {source.name}: {resolved.weights_bytes / 2**20:.0f} MiB of weights, "
+        f"{resolved.pool_tokens * resolved.kv_bytes_per_token / 2**20:.0f} MiB for {resolved.pool_tokens} tokens"
+    )
+    model = checkpoint.build_model(resolved.dtype, resolved.device, deterministic=resolved.deterministic)
+    runner = ModelRunner(model, checkpoint.config, resolved)
+    sampler = Sampler(tokenizer.vocab_size)
+    core = kind(resolved, tokenizer, runner, sampler, emit=emit, executor=executor, wake=wake)
+    info = {
+        "model": source.name,
+        "model_path": str(source.path) if source.path else source.name,
+        "architecture": checkpoint.config.architecture,
+        "vocab_size": tokenizer.vocab_size,
+        "resolved": msgspec.to_builtins(resolved),
+    }
+    return core, info
 
 
 def _open_log(path: str) -> FileIO:
