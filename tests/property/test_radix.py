@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 
 from sgl.errors import InternalError
+from sgl.runtime.cache_key import CacheKey
 from sgl.runtime.pool import PagePool
 from sgl.runtime.radix import RadixTree
 
@@ -132,7 +133,7 @@ def test_the_queue_for_eviction_stays_small() -> None:
 
 def test_namespaces_share_nothing() -> None:
     tree = RadixTree()
-    tree.extend(tree.root("a"), array([1, 2]), array([0, 1]))
-    assert len(tree.match(tree.root("b"), array([1, 2]))[1]) == 0
-    assert sorted(tree.drop("a")) == [0, 1]
+    tree.extend(tree.root(CacheKey("a")), array([1, 2]), array([0, 1]))
+    assert len(tree.match(tree.root(CacheKey("b")), array([1, 2]))[1]) == 0
+    assert sorted(tree.drop(CacheKey("a"))) == [0, 1]
     assert tree.num_cached == 0
