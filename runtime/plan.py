@@ -89,6 +89,11 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
         """Tokens computed by this step."""
         return sum(len(chunk.token_ids) for chunk in self.chunks)
 
+    @property
+    def num_pairs(self) -> int:
+        """Pairs of a computed token and a key that it attends to: what attention costs."""
+        return sum(len(chunk.token_ids) * (chunk.start + chunk.end + 1) // 2 for chunk in self.chunks)
+
 
 class RowResult(msgspec.Struct, frozen=True, kw_only=True):
     """What a step gave one chunk: the token drawn, its log-probability and top ones, and the scores asked for.

@@ -14,6 +14,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
 from io import FileIO
@@ -47,6 +48,7 @@ from sgl.runtime.messages import (
     unpack_to_worker,
 )
 from sgl.runtime.text.tokenizer import Tokenizer
+from sgl.runtime.trace import Tracer
 
 if TYPE_CHECKING:
     from sgl.runtime.loading.checkpoint import Checkpoint
@@ -150,6 +152,8 @@ class Worker:
             case Shutdown():
                 core.cancel_all()
                 self._flush_events()
+                if core.tracer is not None:
+                    core.tracer.close()
                 return False
             case Refused():
                 self._refuse(message)
@@ -237,7 +241,8 @@ def build_core(
     model = checkpoint.build_model(resolved.dtype, resolved.device, deterministic=resolved.deterministic)
     runner = ModelRunner(model, checkpoint.config, resolved)
     sampler = Sampler(tokenizer.vocab_size)
-    core = kind(resolved, tokenizer, runner, sampler, emit=emit, executor=executor, wake=wake)
+    tracer = Tracer(config.trace_file, time.monotonic) if config.trace_file is not None else None
+    core = kind(resolved, tokenizer, runner, sampler, emit=emit, executor=executor, wake=wake, tracer=tracer)
     info = {
         "model": source.name,
         "model_path": str(source.path) if source.path else source.name,

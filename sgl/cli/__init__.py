@@ -84,6 +84,29 @@ def run(
     raise typer.Exit(run_file(path, args or []))
 
 
+@app.command(context_settings={"allow_interspersed_args": False, "ignore_unknown_options": False})
+@guarded
+@engine_options
+def trace(
+    file: Annotated[str, typer.Argument(metavar="FILE.py", help="The program.", show_default=False)],
+    args: Annotated[list[str] | None, typer.Argument(help="Its own arguments.", show_default=False)] = None,
+    *,
+    output: Annotated[
+        str, typer.Option("--output", "-o", help="The trace; one that exists is replaced.")
+    ] = "trace.json",
+    engine: dict[str, Any],
+) -> None:
+    """Run a program and write the timeline of its engine's steps, for ui.perfetto.dev or chrome://tracing."""
+    from sgl.cli.program import check_file, run_file
+
+    path = check_file(file)
+    config_from_mapping(engine)
+    sgl.set_default_options(**{**engine, "trace_file": engine.get("trace_file") or output})
+    status = run_file(path, args or [])
+    say(f"timeline: {engine.get('trace_file') or output} (open it in ui.perfetto.dev)")
+    raise typer.Exit(status)
+
+
 @app.command()
 @guarded
 def pull(
