@@ -22,6 +22,8 @@ import numpy.typing as npt
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from sgl.kernels.workspace import rows_at_once
+
 
 @dataclass(frozen=True)
 class Span:
@@ -134,15 +136,17 @@ def paged_attention(
     group = num_heads // num_kv_heads
     out_THD = torch.empty_like(query_THD)
 
-    if len(plan.single_rows):
+    at_once = rows_at_once(plan.single_slots.shape[1])
+    for first in range(0, len(plan.single_rows), at_once):
+        group_rows = slice(first, first + at_once)
+        rows, slots = plan.single_rows[group_rows], plan.single_slots[group_rows]
         # The heads that share a key head become its queries: nothing is repeated in memory.
-        query_BKGD = query_THD[plan.single_rows].view(-1, num_kv_heads, group, head_dim)
-        key_BKLD = keys_SKD[plan.single_slots].transpose(1, 2)
-        value_BKLD = values_SKD[plan.single_slots].transpose(1, 2)
-        mixed_BKGD = scaled_dot_product_attention(
-            query_BKGD, key_BKLD, value_BKLD, attn_mask=plan.single_mask, scale=scale
-        )
-        out_THD[plan.single_rows] = mixed_BKGD.reshape(-1, num_heads, head_dim)
+        query_BKGD = query_THD[rows].view(-1, num_kv_heads, group, head_dim)
+        key_BKLD = keys_SKD[slots].transpose(1, 2)
+        value_BKLD = values_SKD[slots].transpose(1, 2)
+        mask = None if plan.single_mask is None else plan.single_mask[group_rows]
+        mixed_BKGD = scaled_dot_product_attention(query_BKGD, key_BKLD, value_BKLD, attn_mask=mask, scale=scale)
+        out_THD[rows] = mixed_BKGD.reshape(-1, num_heads, head_dim)
 
     for span in plan.spans:
         query = query_THD[span.begin : span.end].transpose(0, 1).unsqueeze(0)

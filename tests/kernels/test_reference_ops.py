@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from sgl.kernels import registry
+from sgl.kernels import registry, workspace
 from sgl.kernels.attention import plan_attention
 
 
@@ -70,12 +70,19 @@ def attend_one(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) ->
     return torch.stack(rows)
 
 
+@pytest.mark.parametrize("gathered_slots", [1, 30, workspace.GATHERED_SLOTS])
 @pytest.mark.parametrize("page_size", [1, 3, 16])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2), (3, 1)])
 def test_paged_attention_over_a_mixed_step(
-    generator: torch.Generator, page_size: int, heads: int, kv_heads: int
+    generator: torch.Generator,
+    monkeypatch: pytest.MonkeyPatch,
+    page_size: int,
+    heads: int,
+    kv_heads: int,
+    gathered_slots: int,
 ) -> None:
     """Decode, prefill from nothing, prefill after a prefix, and two chunks that read what others of the step write."""
+    monkeypatch.setattr(workspace, "GATHERED_SLOTS", gathered_slots)  # single tokens in groups of 1, of 2, all at once
     dim, num_pages = 8, 64
     order = torch.randperm(num_pages, generator=generator).numpy().astype(np.int32)
     pages_of = [order[0:20], order[20:40], order[40:50], np.concatenate([order[40:41], order[50:60]])]
