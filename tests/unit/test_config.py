@@ -37,7 +37,10 @@ def test_cpu_defaults_and_reasons() -> None:
 def test_cuda_takes_the_checkpoints_half_precision() -> None:
     resolved = resolve(EngineConfig(), GPU)
     assert (resolved.device, resolved.dtype) == ("cuda", "bfloat16")
-    assert resolved.pool_tokens * resolved.kv_bytes_per_token + resolved.weights_bytes <= 0.85 * GPU.cuda_bytes
+    memory = resolved.memory
+    assert memory is not None
+    assert resolved.pool_tokens * resolved.kv_bytes_per_token == memory.bytes_of("KV pool")
+    assert 0.89 * GPU.cuda_bytes < memory.serving_bytes <= 0.9 * GPU.cuda_bytes
 
 
 def test_what_the_user_set_is_taken_and_needs_no_reason() -> None:
@@ -45,6 +48,18 @@ def test_what_the_user_set_is_taken_and_needs_no_reason() -> None:
     resolved = resolve(wish, SMALL)
     assert (resolved.dtype, resolved.context_len, resolved.num_pages, resolved.random_seed) == ("bfloat16", 100, 83, 7)
     assert not {reason.field for reason in resolved.reasons} & {"dtype", "context_length", "max_total_tokens"}
+
+
+def test_a_context_longer_than_the_models_own() -> None:
+    wish = EngineConfig(context_length=9000)
+    with pytest.raises(ConfigError, match=r"trained for 8192.*json_model_override_args, or set allow_longer_context"):
+        resolve(wish, SMALL)
+    scaled = msgspec.structs.replace(SMALL, longest_context_len=16384)
+    assert resolve(wish, scaled).context_len == 9000
+    assert resolve(EngineConfig(), scaled).context_len == 8192
+    allowed = resolve(EngineConfig(context_length=9000, allow_longer_context=True), SMALL)
+    assert allowed.context_len == 9000
+    assert "the model was made for 8192" in {reason.field: reason.why for reason in allowed.reasons}["context_length"]
 
 
 def test_resolve_is_pure() -> None:
@@ -57,7 +72,8 @@ def test_resolve_is_pure() -> None:
         ({"device": "cuda"}, SMALL, "no CUDA device was found"),
         ({"context_length": 9000}, SMALL, "trained for 8192"),
         ({"max_total_tokens": 3, "page_size": 16}, SMALL, "less than one page of 16"),
-        ({}, msgspec.structs.replace(SMALL, available_bytes=2**30), "not the KV cache"),
+        ({}, msgspec.structs.replace(SMALL, available_bytes=2**29), "this engine needs .* while serving"),
+        ({"mem_fraction_static": 0.05}, SMALL, "mem_fraction_static 0.05 of 8.00 GiB available"),
     ],
 )
 def test_impossible_wishes_name_what_to_change(wish: dict[str, Any], facts: Facts, message: str) -> None:
