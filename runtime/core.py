@@ -5,7 +5,9 @@ it; a test drives it by hand, with a fake clock and a scripted runner. All calls
 the executor come back through `finish_jobs`.
 
 A step that raises ends the programs that were in it and drops the whole cache, whose pages are not trusted any more;
-the engine goes on. When steps keep failing, the error is raised to the owner, who ends the process.
+the engine goes on. When steps keep failing, the error is raised to the owner, who ends the process. What fails in one
+program's own work (its constraint, its text, its events) ends that program alone. What a client is told of an
+exception that nobody expected is in `failures`; where tests make things fail on purpose is in `faults`.
 """
 
 from __future__ import annotations
@@ -19,10 +21,12 @@ from typing import Any, Protocol
 
 from sgl.errors import EngineDead, InternalError, QueueTimeout, SglError, StateLost
 from sgl.grammars.compiler import GrammarCompiler
-from sgl.lang.graph import Event, Graph, ProgramOptions
+from sgl.lang.graph import Event, FailedEvent, Graph, ProgramOptions
 from sgl.limits import DEFAULT_LIMITS, Limits
 from sgl.runtime.branch import Reply
 from sgl.runtime.config import ResolvedConfig
+from sgl.runtime.failures import internal_error
+from sgl.runtime.faults import FaultPoints
 from sgl.runtime.plan import StepPlan, StepResult
 from sgl.runtime.program_run import ProgramRun
 from sgl.runtime.scheduler import Scheduler
@@ -57,6 +61,7 @@ class EngineCore:
         emit: receives (program, event), in order.
         clock: seconds.
         wake: called from an executor's thread when a job is done.
+        faults: what to make fail, in tests.
     """
 
     def __init__(
@@ -71,6 +76,7 @@ class EngineCore:
         clock: Callable[[], float] = time.monotonic,
         wake: Callable[[], None] = lambda: None,
         limits: Limits = DEFAULT_LIMITS,
+        faults: FaultPoints | None = None,
     ) -> None:
         self.epoch = uuid.uuid4().hex
         self.config = config
@@ -82,6 +88,7 @@ class EngineCore:
             tokenizer.to_json(), tokenizer.vocab_size, sorted(tokenizer.eos_ids), limits=limits
         )
         self.now = clock
+        self.faults = faults
         self._runner = runner
         self._sampler = sampler
         self._emit = emit
@@ -91,6 +98,7 @@ class EngineCore:
         self._watchers: dict[int, ProgramRun] = {}
         self._done_jobs: deque[tuple[Future[Any], Callable[[Any, SglError | None], None]]] = deque()
         self._failed_steps = 0
+        self._moved_at = clock()
 
     # --- programs ---
 
@@ -150,12 +158,15 @@ class EngineCore:
             return False
         try:
             logits = self._runner.forward(plan)
+            if self.faults is not None:
+                logits = self.faults.forward(plan, logits, [self._name_of(chunk.sequence) for chunk in plan.chunks])
             result = self._sampler.sample(plan, logits)
             touched = self.scheduler.process(plan, result)
         except Exception as error:  # noqa: BLE001 - whatever a model or kernel raises must not end the other programs
             self._fail_step(plan, error)
             return True
         self._failed_steps = 0
+        self._moved_at = self.now()
         for request in touched:
             run = self._watchers.get(request.sequence.id)
             if run is not None:
@@ -163,6 +174,11 @@ class EngineCore:
                     self._watchers.pop(request.sequence.id, None)
                 run.on_request(request)
         return True
+
+    @property
+    def stalled_s(self) -> float:
+        """Seconds since the last step that succeeded, or since there was something to do again; 0 when idle."""
+        return self.now() - self._moved_at if self.has_work else 0.0
 
     def finish_jobs(self) -> None:
         """Hand the results of jobs that are done to their programs."""
@@ -172,8 +188,7 @@ class EngineCore:
 
     def _fail_step(self, plan: StepPlan, error: Exception) -> None:
         self._failed_steps += 1
-        failure = InternalError(f"a model step failed: {type(error).__name__}: {error}")
-        failure.__cause__ = error
+        failure = internal_error("a model step failed", error)
         runs = {id(run): run for chunk in plan.chunks if (run := self._watchers.get(chunk.sequence)) is not None}
         for run in runs.values():
             run.fail(failure)
@@ -204,10 +219,14 @@ class EngineCore:
 
     def emit(self, program: int, event: Event) -> None:
         """Send an event to the client."""
+        if self.faults is not None and not isinstance(event, FailedEvent):
+            self.faults.reach("before_emit", self._programs[program].options.name)
         self._emit(program, event)
 
     def watch(self, request: Request, run: ProgramRun) -> None:
         """Tell `run` when `request` gets something."""
+        if not self.has_work:
+            self._moved_at = self.now()
         self._watchers[request.sequence.id] = run
 
     def ended(self, run: ProgramRun, sequences: Iterable[int]) -> None:
@@ -229,6 +248,11 @@ class EngineCore:
 
         future.add_done_callback(finished)
 
+    def _name_of(self, sequence: int) -> str:
+        """Of the program that has a request on `sequence`."""
+        run = self._watchers.get(sequence)
+        return run.options.name if run is not None else ""
+
     # --- views ---
 
     def snapshot(self) -> Stats:
@@ -249,8 +273,6 @@ def _deliver(job: Callable[[], Any], done: Callable[[Any, SglError | None], None
     except SglError as error:
         done(None, error)
     except Exception as error:  # noqa: BLE001 - a bug in one program's job must not end the others
-        failure = InternalError(f"{type(error).__name__}: {error}")
-        failure.__cause__ = error
-        done(None, failure)
+        done(None, internal_error("a job of the program failed", error))
     else:
         done(result, None)

@@ -9,6 +9,8 @@ stop string (trimmed unless `no_stop_trim`), a constraint that nothing can follo
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from sgl.errors import ConstraintDeadEnd
 from sgl.grammars.matcher import Matcher, StopReason
 from sgl.lang.graph import Sampling, TokenLogprob
@@ -54,6 +56,7 @@ class Generation:
         self.finish: str | None = None
         self.matched: str | int | None = None
         self.failed: tuple[str, str] | None = None
+        self.before_text: Callable[[], None] | None = None  # a fault point
         self._new_text: list[str] = []
         self._num_taken = 0
         self._ends = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else eos_ids)
@@ -91,6 +94,8 @@ class Generation:
         self.output_ids.append(token_id)
         if self.sampling.return_logprob:
             self.logprobs.append(TokenLogprob(token_id, row.logprob, row.top))
+        if self.before_text is not None:
+            self.before_text()
         self._new_text.append(self.decoder.push(token_id))
         if self.decoder.finished_by is not None:
             self._end("stop", self.decoder.finished_by)

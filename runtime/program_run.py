@@ -691,7 +691,7 @@ class ProgramRun:
         try:
             self._free()
         except Exception as error:  # noqa: BLE001 - whatever bookkeeping broke, the engine goes on with a new one
-            internal_error(f"the state of program {self.options.name!r} could not be freed; the cache is dropped", error)
+            internal_error(f"program {self.options.name!r} could not be freed; the cache is dropped", error)
             self._scheduler.rebuild(self._sequences())
         self._services.ended(self, list(self._work))
         self._work.clear()

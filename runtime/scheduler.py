@@ -16,7 +16,7 @@ Laws after each step: `free + cached + held == total`, and `prompt == cached + p
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 
 import numpy as np
 
@@ -24,6 +24,7 @@ from sgl.errors import NeverFits, PromptTooLong, QueueFull
 from sgl.limits import DEFAULT_LIMITS, Limits
 from sgl.runtime.config import ResolvedConfig
 from sgl.runtime.estimate import OutputEstimate
+from sgl.runtime.failures import internal_error
 from sgl.runtime.plan import Chunk, ScoreSpec, StepPlan, StepResult
 from sgl.runtime.policies import MAX_SKIPS, QueuePolicy, victim
 from sgl.runtime.pool import PagePool
@@ -219,7 +220,13 @@ class Scheduler:
                 request.logprobs[chunk.start + score.offset] = values
             if row.token_id is not None and request.generation is not None:
                 request.completion_tokens += 1
-                token_id = request.generation.push(row)
+                try:
+                    token_id = request.generation.push(row)
+                except Exception as error:  # noqa: BLE001 - a token that one row cannot take is not the others' concern
+                    failure = internal_error("a drawn token could not be taken", error)
+                    request.failed = (failure.code, failure.message)
+                    self._finish(request)
+                    continue
                 if token_id is not None:
                     request.sequence.token_ids.append(token_id)
                 if request.generation.finished:
@@ -234,6 +241,23 @@ class Scheduler:
         for sequence in self._live.values():
             self._let_go(sequence, keep=False)
         return self.flush()
+
+    def rebuild(self, dead: Set[int]) -> None:
+        """Forget the sequences `dead` with their requests, and begin with an empty pool and tree: what keeps them did
+        not work. Other requests compute again what they had."""
+        for queue in (self.running, self.waiting):
+            for request in [request for request in queue if request.sequence.id in dead]:
+                request.done = True
+                queue.remove(request)
+        for id in dead:
+            self._live.pop(id, None)
+        self._idle.clear()
+        self.pool = PagePool(self.config.num_pages)
+        self.tree = RadixTree(self.page_size)
+        for sequence in self._live.values():
+            sequence.node = None
+            sequence.pages = []
+            sequence.num_shared = sequence.num_computed = 0
 
     def flush(self) -> int:
         """Drop every cached page that no live sequence stands on; how many there were."""

@@ -8,8 +8,11 @@ or read before it was written changes the output, and `expected_greedy` tells wh
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import ClassVar
 
+import msgspec
 import numpy as np
 import torch
 
@@ -17,6 +20,7 @@ from sgl.grammars.compiler import GrammarCompiler  # noqa: F401  (fails early an
 from sgl.lang.graph import Event
 from sgl.runtime.config import ResolvedConfig
 from sgl.runtime.core import EngineCore
+from sgl.runtime.faults import SWITCH, FaultPoints, parse_faults
 from sgl.runtime.plan import StepPlan
 from sgl.runtime.sampler import Sampler
 from sgl.runtime.text.tokenizer import Tokenizer
@@ -99,11 +103,25 @@ def small_config(**changes: object) -> ResolvedConfig:
 
 
 class Rig:
-    """An engine core on the scripted model with a fake clock; collects events by program."""
+    """An engine core on the scripted model with a fake clock; collects events by program.
+
+    Args:
+        hook: called with each plan before it is computed.
+        faults: by fault point, the fields of its `Fault`; `sleep` moves the clock.
+        changes: fields of the resolved config.
+    """
 
     tokenizer = Tokenizer.toy()
+    alive: ClassVar[weakref.WeakSet[Rig]] = weakref.WeakSet()
+    """Every rig of the running test: the check after it looks at their laws."""
 
-    def __init__(self, hook: Callable[[StepPlan], None] | None = None, **changes: object) -> None:
+    def __init__(
+        self,
+        hook: Callable[[StepPlan], None] | None = None,
+        faults: Mapping[str, Mapping[str, object]] | None = None,
+        **changes: object,
+    ) -> None:
+        self.alive.add(self)
         config = small_config(**changes)
         self.runner = ScriptedRunner(config.num_pages, config.page_size, hook)
         self.time = 0.0
@@ -115,13 +133,26 @@ class Rig:
             Sampler(self.tokenizer.vocab_size),
             emit=lambda program, event: self.events.setdefault(program, []).append(event),
             clock=lambda: self.time,
+            faults=self._faults(faults) if faults is not None else None,
         )
 
-    def run(self, most_steps: int = 10_000) -> int:
-        """Step until nothing is left, checking both laws after each; the number of steps."""
+    def _faults(self, given: Mapping[str, Mapping[str, object]]) -> FaultPoints:
+        return parse_faults(msgspec.json.encode(given).decode(), {SWITCH: "1"}, sleep=self.advance)
+
+    def advance(self, seconds: float) -> None:
+        """Move the clock."""
+        self.time += seconds
+
+    def run(self, most_steps: int = 10_000, *, to_end: bool = True) -> int:
+        """Step until nothing is left, checking both laws after each; the number of steps.
+
+        With `to_end` it is an error when `most_steps` do not suffice.
+        """
         steps = 0
         while self.core.has_work:
-            assert steps < most_steps, "the engine makes no progress"
+            if steps == most_steps:
+                assert not to_end, "the engine makes no progress"
+                break
             self.core.step()
             self.core.snapshot().check()
             steps += 1
