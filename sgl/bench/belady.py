@@ -45,7 +45,7 @@ class Access(msgspec.Struct, frozen=True):
     """One request as the cache sees it.
 
     Args:
-        tokens: int32 `[length]`, everything that is computed for it: the prompt, then the output but for its last token.
+        tokens: int32 `[length]`, all that is computed for it: prompt, then output but for its last token.
         num_reusable: leading tokens that may be hits: prompt length - 1, or 0 where hits are not counted.
         namespace: nothing is shared between two of these.
     """
