@@ -10,38 +10,31 @@ names the tensors concerned.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from sgl.errors import CorruptModel, UnsupportedModel
 from sgl.runtime.config import Facts
 from sgl.runtime.loading.facts import gather_facts
+from sgl.runtime.loading.folder import json_object, model_file
 from sgl.runtime.loading.gguf_reader import GGUFFile
+from sgl.runtime.loading.shapes import (
+    GGUF_ROPE_TENSORS,
+    config_from_folder,
+    config_from_gguf,
+    parse_override,
+    toy_config,
+)
 from sgl.runtime.loading.sources import ModelSource
 from sgl.runtime.models.registry import ModelConfig, model_class
 
 if TYPE_CHECKING:
     import torch
 
-TOY_CONFIG = ModelConfig(
-    architecture="LlamaForCausalLM",
-    vocab_size=512,
-    hidden_size=64,
-    intermediate_size=128,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=16,
-    max_position_embeddings=2048,
-    rms_norm_eps=1e-5,
-    rope_theta=10000.0,
-)
-"""Shape of the built-in `dummy` model; its vocabulary is the tokenizer's `Tokenizer.toy()`."""
-
 _DUMMY_SEED = 20250101
-_GGUF_ARCHITECTURES = {"llama": "LlamaForCausalLM"}
 _GGUF_NAMES = {
     "token_embd": "model.embed_tokens",
     "output_norm": "model.norm",
@@ -56,6 +49,9 @@ _GGUF_NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+_INDEX = "model.safetensors.index.json"
+_WEIGHT_DTYPES = ("torch.bfloat16", "torch.float16", "torch.float32", "torch.float64")
+"""Types of numbers that mean what they say; an integer or an 8-bit float would need scales that are not there."""
 _MAX_NAMED = 5
 """Tensors named in one error message."""
 
@@ -90,12 +86,20 @@ class Checkpoint:
 
     def facts(self) -> Facts:
         """Machine and model, for `runtime.config.resolve`."""
-        return gather_facts(self.config)
+        return gather_facts(self.config, weights_kind=self.source.kind)
 
     def build_model(
-        self, dtype: str = "float32", device: str = "cpu", *, deterministic: bool = False
+        self,
+        dtype: str = "float32",
+        device: str = "cpu",
+        *,
+        deterministic: bool = False,
+        context_len: int | None = None,
     ) -> torch.nn.Module:
         """The model with its weights in `dtype` on `device`, ready for `ModelRunner`.
+
+        Args:
+            context_len: what the engine resolved; two kinds of rope scaling are decided on it (`models/rope.py`).
 
         Raises:
             UnsupportedModel: unknown architecture, or a feature of the config that is not implemented.
@@ -105,7 +109,10 @@ class Checkpoint:
 
         torch_dtype: torch.dtype = getattr(torch, dtype)
         model: torch.nn.Module = model_class(self.config.architecture)(
-            self.config, dtype=torch_dtype, device=torch.device(device), deterministic=deterministic
+            msgspec.structs.replace(self.config, context_len=context_len),
+            dtype=torch_dtype,
+            device=torch.device(device),
+            deterministic=deterministic,
         )
         expected = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
         missing = dict(expected)
@@ -123,7 +130,8 @@ class Checkpoint:
                     hint="config and weights belong to different models, or the file is damaged: fetch it again",
                 )
             owner, _, leaf = name.rpartition(".")
-            value = tensor.to(dtype=torch_dtype, device=device).contiguous()
+            # Tensors of a folder lie in a mapped file, which may be changed or cut while the model lives.
+            value = tensor.to(dtype=torch_dtype, device=device, copy=self.folder is not None).contiguous()
             model.get_submodule(owner).register_parameter(leaf, torch.nn.Parameter(value, requires_grad=False))
         for what, names in (("lacks", sorted(missing)), ("has unexpected", sorted(unexpected))):
             if names:
@@ -144,130 +152,24 @@ class Checkpoint:
         return _safetensors(self.folder)
 
 
-def open_checkpoint(source: ModelSource) -> Checkpoint:
+def open_checkpoint(source: ModelSource, override: str | None = None) -> Checkpoint:
     """Read the shape of the model at `source`; weights are read by `Checkpoint.build_model`.
+
+    Args:
+        override: `json_model_override_args`, JSON text.
 
     Raises:
         CorruptModel: a file is damaged or lacks a field.
         UnsupportedModel: an architecture that is not known here.
+        ConfigError: an override of an unknown key, or to what cannot be.
     """
-    path = source.path
+    changes, path = parse_override(override), source.path
     if path is None:
-        return Checkpoint(source, TOY_CONFIG)
+        return Checkpoint(source, toy_config(changes))
     if path.is_dir():
-        return Checkpoint(source, _config_from_folder(path), folder=path)
+        return Checkpoint(source, config_from_folder(path, changes), folder=path)
     gguf = GGUFFile(path)
-    return Checkpoint(source, _config_from_gguf(gguf), gguf=gguf)
-
-
-def _config_from_gguf(file: GGUFFile) -> ModelConfig:
-    fields = file.metadata
-    kind = fields.get("general.architecture")
-    architecture = _GGUF_ARCHITECTURES.get(str(kind))
-    if architecture is None:
-        raise UnsupportedModel(
-            f"{file.path} is of GGUF architecture {kind!r}", hint=f"supported are {', '.join(_GGUF_ARCHITECTURES)}"
-        )
-
-    def number(key: str, default: Any = None) -> Any:
-        value = fields.get(f"{kind}.{key}", default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
-            raise CorruptModel(
-                f"metadata field {kind}.{key} of {file.path} is {value!r}, not a positive number",
-                hint="fetch the file again",
-            )
-        return value
-
-    scaling = fields.get(f"{kind}.rope.scaling.type", "none")
-    extras = [name for name in ("rope_freqs.weight", "blk.0.ffn_gate_inp.weight") if name in file.tensors]
-    if extras or scaling not in ("none", "linear"):
-        raise UnsupportedModel(
-            f"{file.path} uses " + (f"tensor {extras[0]}" if extras else f"rope scaling {scaling!r}"),
-            hint="use the model's safetensors folder, if that is supported",
-        )
-    if "token_embd.weight" not in file.tensors:
-        raise CorruptModel(f"{file.path} lacks tensor token_embd.weight", hint="fetch the file again")
-    heads, hidden = number("attention.head_count"), number("embedding_length")
-    head_dim = number("attention.key_length", number("rope.dimension_count", hidden // heads))
-    types = {info.type_name for info in file.tensors.values() if len(info.shape) > 1}
-    return _checked(
-        ModelConfig(
-            architecture=architecture,
-            vocab_size=file.tensors["token_embd.weight"].shape[0],
-            hidden_size=hidden,
-            intermediate_size=number("feed_forward_length"),
-            num_hidden_layers=number("block_count"),
-            num_attention_heads=heads,
-            num_key_value_heads=number("attention.head_count_kv", heads),
-            head_dim=head_dim,
-            max_position_embeddings=number("context_length"),
-            rms_norm_eps=number("attention.layer_norm_rms_epsilon"),
-            rope_theta=number("rope.freq_base", 10000.0),
-            rope_scaling={"rope_type": "linear", "factor": number("rope.scaling.factor")}
-            if scaling == "linear"
-            else None,
-            tie_word_embeddings="output.weight" not in file.tensors,
-            attention_bias="blk.0.attn_q.bias" in file.tensors,
-            checkpoint_dtype={"F16": "float16", "BF16": "bfloat16"}.get(types.pop(), "float32")
-            if len(types) == 1
-            else "float32",
-        ),
-        file.path,
-    )
-
-
-def _config_from_folder(folder: Path) -> ModelConfig:
-    path = folder / "config.json"
-    try:
-        given = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CorruptModel(f"{path} cannot be read: {error}", hint="fetch the folder again") from None
-    if not isinstance(given, dict):
-        raise CorruptModel(f"{path} is not a JSON object", hint="fetch the folder again")
-    architectures = given.get("architectures") or ["(none)"]
-    model_class(str(architectures[0]))  # before its fields are asked for: other architectures have others
-    # transformers 5 writes base and scaling as one object, earlier versions as two fields.
-    rope = given.get("rope_parameters") or given.get("rope_scaling") or {}
-    try:
-        heads = int(given["num_attention_heads"])
-        hidden = int(given["hidden_size"])
-        config = ModelConfig(
-            architecture=str(architectures[0]),
-            vocab_size=int(given["vocab_size"]),
-            hidden_size=hidden,
-            intermediate_size=int(given["intermediate_size"]),
-            num_hidden_layers=int(given["num_hidden_layers"]),
-            num_attention_heads=heads,
-            num_key_value_heads=int(given.get("num_key_value_heads") or heads),
-            head_dim=int(given.get("head_dim") or hidden // heads),
-            max_position_embeddings=int(given.get("max_position_embeddings", 2048)),
-            rms_norm_eps=float(given.get("rms_norm_eps", 1e-6)),
-            rope_theta=float(rope.get("rope_theta") or given.get("rope_theta") or 10000.0),
-            rope_scaling=rope or None,
-            tie_word_embeddings=bool(given.get("tie_word_embeddings", False)),
-            attention_bias=bool(given.get("attention_bias", False)),
-            mlp_bias=bool(given.get("mlp_bias", False)),
-            hidden_act=str(given.get("hidden_act", "silu")),
-            checkpoint_dtype=str(given.get("dtype") or given.get("torch_dtype") or "float32"),
-        )
-    except KeyError as missing:
-        raise CorruptModel(f"{path} lacks {missing}", hint="fetch the folder again") from None
-    except (TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
-        raise CorruptModel(f"{path} has a field of the wrong type: {error}", hint="fetch the folder again") from None
-    return _checked(config, path)
-
-
-def _checked(config: ModelConfig, path: Path) -> ModelConfig:
-    """Numbers that fit together; what is wrong here would only show as a puzzle in the middle of the model."""
-    sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_key_value_heads", "head_dim")
-    bad = [f"{name}={getattr(config, name)}" for name in sizes if getattr(config, name) < 1]
-    if config.num_attention_heads < 1 or (not bad and config.num_attention_heads % config.num_key_value_heads):
-        bad.append(f"num_attention_heads={config.num_attention_heads} over {config.num_key_value_heads}")
-    if config.head_dim % 2:
-        bad.append(f"head_dim={config.head_dim}")
-    if bad:
-        raise CorruptModel(f"{path} describes no possible model: {', '.join(bad)}", hint="fetch it again")
-    return config
+    return Checkpoint(source, config_from_gguf(gguf, changes), gguf=gguf)
 
 
 def _dummy_tensors(expected: dict[str, tuple[int, ...]]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -287,6 +189,8 @@ def _gguf_tensors(file: GGUFFile, config: ModelConfig) -> Iterator[tuple[str, to
 
     heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
     for name in file.tensors:
+        if name in GGUF_ROPE_TENSORS:
+            continue
         stem, _, leaf = name.rpartition(".")
         prefix = ""
         if stem.startswith("blk."):
@@ -307,30 +211,45 @@ def _halves_layout(values: Any, num_heads: int) -> Any:
 
 
 def _safetensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """Tensors of a folder, mapped: nobody may keep one without copying it."""
     from safetensors import SafetensorError, safe_open
 
     for path in _weight_files(folder):
         try:
             with safe_open(path, framework="pt") as file:
                 for name in file.keys():  # noqa: SIM118 - not a mapping
-                    if not name.endswith(".rotary_emb.inv_freq"):  # written by old converters, computed here
-                        # A copy: the file is mapped, and may be changed or cut while the model lives.
-                        yield name, file.get_tensor(name).clone()
+                    if name.endswith(".rotary_emb.inv_freq"):  # written by old converters, computed here
+                        continue
+                    tensor = file.get_tensor(name)
+                    if str(tensor.dtype) not in _WEIGHT_DTYPES:
+                        raise UnsupportedModel(
+                            f"tensor {name} of {path} is of type {tensor.dtype}",
+                            hint="use weights of type bfloat16, float16 or float32, or a GGUF file",
+                        )
+                    yield name, tensor
         except (SafetensorError, OSError) as error:
             raise CorruptModel(f"{path} cannot be read: {error}", hint="fetch the file again") from None
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    """Files of the index, else `model.safetensors`, else all there are."""
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        try:
-            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CorruptModel(f"{index} cannot be read: {error!r}", hint="fetch the file again") from None
-        for name in names:
-            if not isinstance(name, str) or Path(name).name != name:
-                raise CorruptModel(f"{index} names the file {name!r}", hint="shards lie beside their index")
-        return [folder / name for name in names]
-    single = folder / "model.safetensors"
-    return [single] if single.is_file() else sorted(folder.glob("*.safetensors"))
+    """Files of the index, else `model.safetensors`, else all there are; each is one of the folder's own."""
+    names = sorted(path.name for path in folder.glob("*.safetensors"))
+    if model_file(folder, _INDEX) is not None:
+        weight_map = json_object(folder, _INDEX).get("weight_map")
+        if not isinstance(weight_map, dict):
+            raise CorruptModel(f"{folder / _INDEX} has no weight_map", hint="fetch the file again")
+        for name in weight_map.values():
+            if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
+                raise CorruptModel(
+                    f"{folder / _INDEX} names the file {name!r}", hint="shards lie beside their index, as *.safetensors"
+                )
+        names = sorted(set(weight_map.values()))
+    elif "model.safetensors" in names:
+        names = ["model.safetensors"]
+    files = []
+    for name in names:
+        path = model_file(folder, name)
+        if path is None:
+            raise CorruptModel(f"{folder / name} is missing, and {_INDEX} names it", hint="fetch the folder again")
+        files.append(path)
+    return files

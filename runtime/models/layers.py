@@ -1,6 +1,6 @@
 """Layers that decoder models share.
 
-Owns linear and embedding tables, norm, rotary angles, attention over the KV pool, and the gated feed-forward block.
+Owns linear and embedding tables, norm, attention over the KV pool, and the gated feed-forward block.
 Parameters are allocated on the meta device; the loader replaces each one, so weights exist once in memory. Ops come
 from the kernel registry, chosen once per model. Parameter names are Hugging Face's.
 
@@ -9,14 +9,12 @@ Shapes: T tokens of the step, N hidden size, H query heads, K key/value heads, D
 
 from __future__ import annotations
 
-import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 from torch.nn import functional
 
-from sgl.errors import UnsupportedModel
 from sgl.kernels import registry
 from sgl.kernels.registry import OpFacts
 from sgl.runtime.models.registry import ModelConfig
@@ -75,39 +73,6 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.rms_norm(x, self.weight, self.eps)
-
-
-def rotary_frequencies(config: ModelConfig) -> torch.Tensor:
-    """Inverse frequencies `[D / 2]`, float32, with the config's scaling applied.
-
-    Raises:
-        UnsupportedModel: a scaling other than `default`, `linear` and `llama3`, or one that lacks a field.
-    """
-    dim = config.head_dim
-    inverse = 1.0 / (config.rope_theta ** (torch.arange(0, dim, 2, dtype=torch.int64).float() / dim))
-    scaling = config.rope_scaling or {}
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
-    try:
-        if kind == "default":
-            return inverse
-        if kind == "linear":
-            return inverse / float(scaling["factor"])
-        if kind == "llama3":
-            return _llama3_frequencies(inverse, scaling)
-    except KeyError as missing:
-        raise UnsupportedModel(f"rope_scaling of type {kind!r} lacks {missing}", hint="add it to config.json") from None
-    raise UnsupportedModel(
-        f"rope_scaling of type {kind!r} is not supported", hint="supported are default, linear and llama3"
-    )
-
-
-def _llama3_frequencies(inverse: torch.Tensor, scaling: dict[str, Any]) -> torch.Tensor:
-    """Long waves are stretched by `factor`, short ones kept, those between are interpolated (Llama 3.1)."""
-    factor, low, high = (float(scaling[key]) for key in ("factor", "low_freq_factor", "high_freq_factor"))
-    original = float(scaling["original_max_position_embeddings"])
-    turns = original * inverse / (2 * math.pi)
-    share_kept = ((turns - low) / (high - low)).clamp(0, 1)
-    return inverse * (share_kept + (1 - share_kept) / factor)
 
 
 class Attention(nn.Module):

@@ -16,8 +16,9 @@ from torch.nn import functional
 
 from sgl.errors import UnsupportedModel
 from sgl.kernels.registry import OpFacts
-from sgl.runtime.models.layers import Attention, Embedding, GatedMLP, Linear, RMSNorm, op_facts, rotary_frequencies
+from sgl.runtime.models.layers import Attention, Embedding, GatedMLP, Linear, RMSNorm, op_facts
 from sgl.runtime.models.registry import ModelConfig, register_model
+from sgl.runtime.models.rope import rotary
 
 if TYPE_CHECKING:
     from sgl.runtime.model_runner import ForwardBatch, KVCache
@@ -52,14 +53,12 @@ class LlamaModel(nn.Module):
             DecoderLayer(config, layer, dtype=dtype, facts=facts) for layer in range(config.num_hidden_layers)
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype, facts=facts)
-        self.inverse_frequencies = rotary_frequencies(config).to(device)
+        self.rotary = rotary(config, device)
 
     def forward(self, batch: ForwardBatch, cache: KVCache) -> torch.Tensor:
         """Hidden states `[T, N]`, before the last norm."""
         x_TN = self.embed_tokens(batch.token_ids)
-        # Angles in float32 whatever the model's dtype: at position 8,000 sixteen bits cannot tell neighbours apart.
-        angles_TD = torch.outer(batch.positions.float(), self.inverse_frequencies).repeat(1, 2)
-        angles = (angles_TD.cos().to(self.dtype), angles_TD.sin().to(self.dtype))
+        angles = self.rotary.angles(batch.positions, self.dtype)
         for layer in self.layers:
             x_TN = layer(x_TN, angles, batch, cache)
         return x_TN
@@ -75,7 +74,7 @@ class LlamaForCausalLM(nn.Module):
         deterministic: choose ops whose rows do not depend on what else is in the step.
 
     Raises:
-        UnsupportedModel: an activation or rope scaling that is not known here.
+        UnsupportedModel: an activation that is not known here.
     """
 
     def __init__(

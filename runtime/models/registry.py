@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 import msgspec
 
@@ -21,8 +21,32 @@ if TYPE_CHECKING:
     from sgl.runtime.model_runner import ForwardBatch, KVCache
 
 
+class RopeScaling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How rotary frequencies are stretched: Hugging Face's `rope_scaling`, and factors per frequency as GGUF files
+    bring them. What a type needs and how it computes is in `models/rope.py`."""
+
+    rope_type: Literal["linear", "dynamic", "yarn", "longrope", "llama3", "factors"]
+    factor: float | None = None
+    original_max_position_embeddings: int | None = None
+    attention_factor: float | None = None
+    beta_fast: float | None = None
+    beta_slow: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool | None = None
+    low_freq_factor: float | None = None
+    high_freq_factor: float | None = None
+    short_factor: tuple[float, ...] = ()
+    long_factor: tuple[float, ...] = ()
+    factors: tuple[float, ...] = ()
+    """What each frequency is divided by (`rope_freqs.weight` of a GGUF file); beside it `factor` divides all."""
+
+
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """A decoder's shape, from `config.json` or GGUF metadata. Names follow Hugging Face's configs."""
+    """A decoder's shape, from `config.json` or GGUF metadata. Names follow Hugging Face's configs.
+
+    `context_len` is what the engine resolved, once it has: two kinds of rope scaling are decided on it.
+    """
 
     architecture: str
     vocab_size: int
@@ -35,12 +59,24 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_position_embeddings: int
     rms_norm_eps: float
     rope_theta: float
-    rope_scaling: dict[str, Any] | None = None
+    rope_scaling: RopeScaling | None = None
     tie_word_embeddings: bool = False
     attention_bias: bool = False
     mlp_bias: bool = False
     hidden_act: str = "silu"
     checkpoint_dtype: str = "float32"
+    context_len: int | None = None
+
+    @property
+    def longest_context_len(self) -> int:
+        """Tokens that the model was made for, at most: beyond `max_position_embeddings` as far as its scaling goes."""
+        scaling = self.rope_scaling
+        if scaling is None or scaling.factor is None:
+            return self.max_position_embeddings
+        unscaled = scaling.original_max_position_embeddings
+        if unscaled is None and scaling.rope_type in ("linear", "dynamic"):
+            unscaled = self.max_position_embeddings
+        return max(self.max_position_embeddings, int((unscaled or 0) * scaling.factor))
 
     @property
     def num_parameters(self) -> int:
@@ -61,7 +97,8 @@ class CausalLM(Protocol):
 
 _Class = TypeVar("_Class", bound=Callable[..., Any])
 _classes: dict[str, Callable[..., Any]] = {}
-_modules = ("sgl.runtime.models.llama",)
+_modules = {"LlamaForCausalLM": "sgl.runtime.models.llama"}
+"""Where the classes that come with sgl are registered, so that a name can be checked before torch is imported."""
 
 
 def register_model(*architectures: str) -> Callable[[_Class], _Class]:
@@ -75,16 +112,22 @@ def register_model(*architectures: str) -> Callable[[_Class], _Class]:
     return add
 
 
-def model_class(architecture: str) -> Callable[..., Any]:
-    """The class for an architecture.
+def check_architecture(architecture: str) -> None:
+    """Refuse an architecture that no class is registered for; imports no torch.
 
     Raises:
-        UnsupportedModel: none is registered; the known ones are named.
+        UnsupportedModel: the known ones are named.
     """
-    for module in _modules:
-        importlib.import_module(module)
-    if architecture not in _classes:
+    known = {*_classes, *_modules}
+    if architecture not in known:
         raise UnsupportedModel(
-            f"architecture {architecture!r} is not supported", hint=f"supported are {', '.join(sorted(_classes))}"
+            f"architecture {architecture!r} is not supported", hint=f"supported are {', '.join(sorted(known))}"
         )
+
+
+def model_class(architecture: str) -> Callable[..., Any]:
+    """The class for an architecture. Raises as `check_architecture`."""
+    check_architecture(architecture)
+    if architecture not in _classes:
+        importlib.import_module(_modules[architecture])
     return _classes[architecture]
