@@ -18,9 +18,10 @@ import torch
 
 from sgl.grammars.compiler import GrammarCompiler  # noqa: F401  (fails early and clearly when the room is missing)
 from sgl.lang.graph import Event
+from sgl.limits import DEFAULT_LIMITS, Limits
 from sgl.runtime.config import ResolvedConfig
 from sgl.runtime.core import EngineCore
-from sgl.runtime.faults import SWITCH, FaultPoints, parse_faults
+from sgl.runtime.faults import FaultPoints, parse_faults
 from sgl.runtime.plan import StepPlan
 from sgl.runtime.sampler import Sampler
 from sgl.runtime.text.tokenizer import Tokenizer
@@ -65,6 +66,7 @@ class ScriptedRunner:
         self.plans.append(plan)
         if self.hook is not None:
             self.hook(plan)
+        self._copy(plan)
         for chunk in plan.chunks:
             self.slots[self._slots(chunk.page_table, chunk.start, chunk.end)] = chunk.token_ids
         rows = []
@@ -75,6 +77,12 @@ class ScriptedRunner:
                 row = scripted_logits(context[: chunk.start + offset + 1])
                 rows.append(np.full_like(row, np.nan) if chunk.sequence in self.nan_sequences else row)
         return torch.from_numpy(np.stack(rows)) if rows else torch.zeros(0, VOCAB)
+
+    def _copy(self, plan: StepPlan) -> None:
+        sources = [copy.source * self.page_size + i for copy in plan.copies for i in range(copy.num_tokens)]
+        targets = [copy.target * self.page_size + i for copy in plan.copies for i in range(copy.num_tokens)]
+        self.slots[targets] = self.slots[sources]
+        assert UNWRITTEN not in self.slots[targets], "a slot was copied that nobody wrote"
 
     def _slots(self, page_table: np.ndarray, start: int, end: int) -> np.ndarray:
         positions = np.arange(start, end)
@@ -119,6 +127,7 @@ class Rig:
         self,
         hook: Callable[[StepPlan], None] | None = None,
         faults: Mapping[str, Mapping[str, object]] | None = None,
+        limits: Limits = DEFAULT_LIMITS,
         **changes: object,
     ) -> None:
         self.alive.add(self)
@@ -133,11 +142,12 @@ class Rig:
             Sampler(self.tokenizer.vocab_size),
             emit=lambda program, event: self.events.setdefault(program, []).append(event),
             clock=lambda: self.time,
+            limits=limits,
             faults=self._faults(faults) if faults is not None else None,
         )
 
     def _faults(self, given: Mapping[str, Mapping[str, object]]) -> FaultPoints:
-        return parse_faults(msgspec.json.encode(given).decode(), {SWITCH: "1"}, sleep=self.advance)
+        return parse_faults(msgspec.json.encode(given).decode(), allowed=True, sleep=self.advance)
 
     def advance(self, seconds: float) -> None:
         """Move the clock."""
