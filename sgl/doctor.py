@@ -17,13 +17,14 @@ from typing import Any
 import msgspec
 
 import sgl
-from sgl import limits
+from sgl import environment, limits
 from sgl.errors import DownloadFailed, ErrorInfo, SglError
 from sgl.kernels import registry
-from sgl.runtime.config import ResolvedConfig, config_from_mapping, resolve
+from sgl.runtime.config import EngineConfig, ResolvedConfig, config_from_mapping, resolve
 from sgl.runtime.loading.checkpoint import open_checkpoint
-from sgl.runtime.loading.facts import available_bytes, cpu_count
+from sgl.runtime.loading.facts import available_bytes, cpu_count, memory_limits
 from sgl.runtime.loading.sources import CachedModel, cache_folder, cached_models, locate
+from sgl.runtime.memory_plan import MemoryLimit
 from sgl.runtime.models.registry import ModelConfig
 
 PACKAGES = (
@@ -56,6 +57,7 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
     usable_cpus: int
     memory_bytes: int
     available_bytes: int
+    memory_limits: tuple[MemoryLimit, ...]
     gpus: tuple[str, ...]
     torch_threads: int
 
@@ -92,6 +94,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     cached_models: tuple[CachedModel, ...]
     kernels: tuple[registry.Choice, ...]
     model: ModelReport
+    environment: tuple[environment.Variable, ...]
+    unknown_variables: tuple[tuple[str, str | None], ...]
     limits: tuple[Limit, ...]
 
 
@@ -99,12 +103,12 @@ def examine(fields: Mapping[str, Any]) -> Report:
     """The report for an engine with these options.
 
     Args:
-        fields: as for `EngineConfig`.
+        fields: as for `EngineConfig`; the environment adds those that are not given.
 
     Raises:
         ConfigError: unknown or invalid options.
     """
-    model = examine_model(fields)
+    model = examine_model(environment.with_environment(fields, EngineConfig))
     return Report(
         sgl=sgl.__version__,
         location=str(Path(sgl.__file__).parent),
@@ -116,6 +120,8 @@ def examine(fields: Mapping[str, Any]) -> Report:
         cached_models=tuple(cached_models()),
         kernels=tuple(registry.explain(_op_facts(model))),
         model=model,
+        environment=environment.table(EngineConfig),
+        unknown_variables=environment.unknown_variables(EngineConfig),
         limits=tuple(
             Limit(name, getattr(limits.DEFAULT_LIMITS, name), meaning) for name, _, meaning in limits.describe()
         ),
@@ -153,6 +159,7 @@ def machine() -> Machine:
         usable_cpus=cpu_count(),
         memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         available_bytes=available_bytes(),
+        memory_limits=memory_limits(),
         gpus=tuple(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())),
         torch_threads=torch.get_num_threads(),
     )

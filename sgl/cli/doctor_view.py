@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from sgl.cli.console import bytes_text, show_table
 from sgl.doctor import ModelReport, Report
+from sgl.runtime.memory_plan import USABLE_SHARE, MemoryPlan, size_text
 
 
 def show_report(report: Report) -> None:
@@ -18,7 +19,8 @@ def show_report(report: Report) -> None:
             ("cpu", machine.cpu),
             ("usable cores", machine.usable_cpus),
             ("cpu flags", " ".join(machine.cpu_flags) or "none of those that matter here"),
-            ("memory", f"{bytes_text(machine.memory_bytes)}, {bytes_text(machine.available_bytes)} available"),
+            ("memory", f"{size_text(machine.memory_bytes)}, {size_text(machine.available_bytes)} available"),
+            *((f"  by {limit.source}", size_text(limit.bytes)) for limit in machine.memory_limits),
             ("gpu", ", ".join(machine.gpus) or "none"),
             ("torch threads", machine.torch_threads),
         ],
@@ -38,6 +40,12 @@ def show_report(report: Report) -> None:
     )
     _section(f"engine on {report.model.model}")
     _show_model(report.model)
+    _section("environment")
+    set_now = [variable for variable in report.environment if variable.value is not None]
+    show_table(("variable", "value"), [(variable.name, variable.value) for variable in set_now])
+    print(f"known: {' '.join(variable.name for variable in report.environment)}")
+    for name, near in report.unknown_variables:
+        print(f"{name} is not known" + (f"; did you mean {near}?" if near else ""))
     _section("limits")
     show_table(("name", "value", "meaning"), [(row.name, row.value, row.meaning) for row in report.limits])
 
@@ -64,9 +72,22 @@ def _show_model(model: ModelReport) -> None:
             ("random_seed", resolved.random_seed, why.get("random_seed")),
         ]
         show_table(("option", "value", "why"), [(name, value, reason or "as given") for name, value, reason in rows])
-        print(
-            f"weights {bytes_text(resolved.weights_bytes)}, KV cache {bytes_text(resolved.kv_bytes_per_token)} a token"
-        )
+        if resolved.memory is not None:
+            _section("memory plan")
+            _show_memory(resolved.memory)
+
+
+def _show_memory(plan: MemoryPlan) -> None:
+    show_table(
+        ("what", "size", "when", "why"),
+        [
+            *((item.what, size_text(item.bytes), item.when, item.why) for item in plan.items),
+            ("together", size_text(plan.loading_bytes), "loading", "must fit"),
+            ("together", size_text(plan.serving_bytes), "serving", "must fit, with the pool full"),
+            ("available", size_text(plan.available_bytes), "now", plan.available_source),
+            ("usable", size_text(int(plan.available_bytes * USABLE_SHARE)), "now", f"{USABLE_SHARE:.0%} of that"),
+        ],
+    )
 
 
 def _section(name: str) -> None:

@@ -1,8 +1,9 @@
 """Command-line flags made from the fields of `EngineConfig`, so that no flag, default or help text is written twice.
 
 `engine_options` adds one keyword-only parameter per field to a command's signature, where typer finds it. A flag that
-was not given is `None` and is left out of what the command receives: defaults stay with `EngineConfig`. Values are
-checked by `config_from_mapping`, which refuses with a `ConfigError`; typer only parses them.
+was not given is `None` and is left out of what the command receives, unless the environment has it (`SGL_<OPTION>`):
+defaults stay with `EngineConfig`. Values are checked by `config_from_mapping`, which refuses with a `ConfigError`; typer
+only parses them. A field that is a tuple is a flag that may be repeated.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 import msgspec
 import typer
 
+from sgl.environment import variable_of, with_environment
 from sgl.runtime.config import EngineConfig
 
 PANEL = "Engine"
@@ -32,12 +34,14 @@ def flag_of(field: str) -> str:
 
 
 def _plain(annotation: Any) -> Any:
-    """The type that typer parses: bounds, descriptions and `None` taken off."""
+    """The type that typer parses: bounds, descriptions and `None` taken off; a list for a tuple."""
     while get_origin(annotation) is Annotated:
         annotation = get_args(annotation)[0]
     if get_origin(annotation) in (Union, UnionType):
         kinds = [kind for kind in get_args(annotation) if kind is not NoneType]
         return _plain(kinds[0])
+    if get_origin(annotation) is tuple:
+        return list[_plain(get_args(annotation)[0])]  # type: ignore[misc]
     return annotation
 
 
@@ -51,16 +55,16 @@ def engine_parameters() -> list[inspect.Parameter]:
     parameters = []
     for field in msgspec.structs.fields(EngineConfig):
         kind = _plain(hints[field.name])
-        default = "decided at start" if field.default is None else str(field.default)
+        default = _default_text(field.default)
         names = [flag_of(field.name)]
         if kind is bool:
             names = [f"{names[0]}/--no-{names[0][2:]}"]
             default = "on" if field.default else "off"
-        elif get_origin(kind) is not Literal and kind not in (int, float, str):
+        elif get_origin(kind) not in (Literal, list) and kind not in (int, float, str):
             raise TypeError(f"engine field {field.name} is {kind}; teach sgl.cli.options to parse it")
         option = typer.Option(
             *names,
-            help=f"{_description(hints[field.name])} [default: {default}]",
+            help=f"{_description(hints[field.name])} [default: {default}; {variable_of(field.name)}]",
             show_default=False,
             rich_help_panel=PANEL,
         )
@@ -72,8 +76,15 @@ def engine_parameters() -> list[inspect.Parameter]:
     return parameters
 
 
+def _default_text(default: Any) -> str:
+    if default is None:
+        return "decided at start"
+    return (" ".join(map(str, default)) or "none") if isinstance(default, tuple) else str(default)
+
+
 def engine_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorator: `command(..., engine: Mapping[str, Any])` gets the engine flags that were given as `engine`."""
+    """Decorator: `command(..., engine: Mapping[str, Any])` gets as `engine` the options that were given as flags or in
+    the environment."""
     signature = inspect.signature(command, eval_str=True)
     own = [parameter for name, parameter in signature.parameters.items() if name != "engine"]
     extra = engine_parameters()
@@ -83,7 +94,11 @@ def engine_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(command)
     def with_engine(*args: Any, **kwargs: Any) -> Any:
-        engine = {name: value for name, value in kwargs.items() if name in fields and value is not None}
+        flags = {name: value for name, value in kwargs.items() if name in fields and value not in (None, [])}
+        for name, value in flags.items():
+            if isinstance(value, list):
+                flags[name] = tuple(value)
+        engine = with_environment(flags, EngineConfig)
         rest = {name: value for name, value in kwargs.items() if name not in fields}
         return command(*args, engine=engine, **rest)
 

@@ -17,7 +17,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 ROOMS = ("lang", "runtime", "kernels", "grammars")
 
-LEAVES = ("sgl.errors", "sgl.limits")
+LEAVES = ("sgl.errors", "sgl.limits", "sgl.environment")
 MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "kernels": (*LEAVES, "sgl.kernels"),
     "grammars": (*LEAVES, "sgl.grammars"),
@@ -26,7 +26,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
 }
 """Prefixes of `sgl` modules that each room may name. `sgl/` itself may name all."""
 
-LEAF_FILES = ("sgl/errors.py", "sgl/limits.py")
+LEAF_FILES = ("sgl/errors.py", "sgl/limits.py", "sgl/environment.py")
 LANG_FORBIDS = ("torch", "transformers", "llguidance", "xgrammar", "numpy")
 NO_TORCH = ("runtime/text", "runtime/messages.py", "runtime/stats.py", "runtime/config.py")
 """Parts of the runtime that the client half uses: torch stays out of them."""
