@@ -9,6 +9,7 @@ Shapes: T tokens of the step, R rows of logits, V vocabulary, S slots of the poo
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,7 +19,7 @@ from sgl.kernels.attention import AttentionPlan, plan_attention
 from sgl.kernels.deterministic import ROWS
 from sgl.runtime.config import GiB, ResolvedConfig
 from sgl.runtime.models.registry import CausalLM, ModelConfig
-from sgl.runtime.plan import StepPlan
+from sgl.runtime.plan import PageCopy, StepPlan
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,16 @@ class KVCache:
         """Keys and values of one layer, `[S, K, D]` each."""
         return self._keys[index], self._values[index]
 
+    def copy(self, copies: Sequence[PageCopy]) -> None:
+        """Copy the beginnings of pages, in every layer; all sources are read before any target is written."""
+        page_size = self.page_size
+        sources = [copy.source * page_size + i for copy in copies for i in range(copy.num_tokens)]
+        targets = [copy.target * page_size + i for copy in copies for i in range(copy.num_tokens)]
+        source_slots = torch.tensor(sources, dtype=torch.int64, device=self._keys.device)
+        target_slots = torch.tensor(targets, dtype=torch.int64, device=self._keys.device)
+        for pool in (self._keys, self._values):
+            pool[:, target_slots] = pool[:, source_slots]
+
 
 class ModelRunner:
     """A model with its KV pool on one device.
@@ -120,6 +131,8 @@ class ModelRunner:
         """Compute the plan's tokens; float32 logits `[R, V]` in chunk order, then in the order of `logit_offsets`."""
         if not plan.chunks:
             return torch.empty(0, self.model_config.vocab_size, dtype=torch.float32, device=self.device)
+        if plan.copies:
+            self.cache.copy(plan.copies)
         batch = ForwardBatch.from_plan(plan, self.page_size, self.device, multiple=self._multiple)
         num_rows = sum(len(chunk.logit_offsets) for chunk in plan.chunks)
         return self.model(batch, self.cache)[:num_rows]

@@ -79,10 +79,23 @@ class Chunk(msgspec.Struct, frozen=True, kw_only=True):
         return sorted(wanted)
 
 
+class PageCopy(msgspec.Struct, frozen=True, kw_only=True):
+    """Copy the keys and values of the first `num_tokens` slots of page `source` to the same slots of page `target`."""
+
+    source: int
+    target: int
+    num_tokens: int
+
+
 class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """The chunks of one step; logits rows come in their order, offset by offset."""
+    """The chunks of one step; logits rows come in their order, offset by offset.
+
+    `copies` are done before anything is computed, and as if all at once: every source is read before any target is
+    written. They stand beside chunks, never alone.
+    """
 
     chunks: tuple[Chunk, ...]
+    copies: tuple[PageCopy, ...] = ()
 
     @property
     def num_tokens(self) -> int:

@@ -25,13 +25,14 @@ class Stats(msgspec.Struct, kw_only=True):
         decode_tokens: output tokens that came from a forward; `forced_tokens` were appended without one.
         drafted_tokens, accepted_tokens: proposed by speculation, and of these, kept.
         healed_tokens, rerendered_tokens, recomputed_tokens, scored_tokens: as in `Usage`.
+        copied_tokens: of the cached ones, those whose page was shared in part and copied (page sizes above 1).
         tokenized_bytes: UTF-8 bytes of program text encoded by the engine.
         forwards: model steps; `programs`, `requests`: opened programs, generations and selects in them.
         retractions: running sequences put back because the pool was full; `preemptions`: for one of higher priority.
         num_running, num_waiting: sequences in the batch, and before it.
         num_programs: open programs.
-        pages_total, pages_free, pages_cached, pages_held: the pool. Held pages belong to live states or running
-            sequences; cached ones may be evicted.
+        pages_total, pages_free, pages_cached, pages_held: the pool. Held pages belong to live states, running
+            sequences or pins; cached ones may be evicted. `pages_pinned` are those of the held ones that pins hold.
     """
 
     prompt_tokens: int = 0
@@ -45,6 +46,7 @@ class Stats(msgspec.Struct, kw_only=True):
     rerendered_tokens: int = 0
     recomputed_tokens: int = 0
     scored_tokens: int = 0
+    copied_tokens: int = 0
     tokenized_bytes: int = 0
     forwards: int = 0
     programs: int = 0
@@ -58,6 +60,7 @@ class Stats(msgspec.Struct, kw_only=True):
     pages_free: int = 0
     pages_cached: int = 0
     pages_held: int = 0
+    pages_pinned: int = 0
 
     def add(self, usage: Usage) -> None:
         """Count one finished (or cancelled) node."""
