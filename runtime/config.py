@@ -14,6 +14,7 @@ import msgspec
 from msgspec import Meta
 
 from sgl.errors import ConfigError
+from sgl.runtime.eviction import EvictionPolicyName, parse_parameters
 from sgl.runtime.memory_plan import (
     MemoryLimit,
     MemoryPlan,
@@ -29,6 +30,7 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 # Bounds belong to the number, not to the union with None: msgspec refuses them there.
 Count = Annotated[int, Meta(ge=1)]
 Seed = Annotated[int, Meta(ge=0)]
+Size = Annotated[int, Meta(ge=0)]
 Share = Annotated[float, Meta(gt=0, lt=1)]
 
 GiB = 2**30
@@ -95,6 +97,16 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         bool, Meta(description="Priorities order the queue only; nothing that runs is displaced.")
     ] = False
     disable_radix_cache: Annotated[bool, Meta(description="Share nothing between programs (forks still do).")] = False
+    radix_eviction_policy: Annotated[
+        EvictionPolicyName,
+        Meta(description="Which cached pages go first; `program`: those that submitted programs need last."),
+    ] = "program"
+    radix_eviction_policy_config: Annotated[
+        str | None, Meta(description='JSON object of the eviction policy\'s parameters, as {"protected_threshold": 4}.')
+    ] = None
+    max_pinned_tokens: Annotated[
+        Size | None, Meta(description="Tokens that `Engine.pin` may keep in the cache, whatever else needs room.")
+    ] = None
     rerender: Annotated[
         Literal["template", "keep"],
         Meta(description="When the chat template rewrites earlier turns: follow it, or keep the state."),
@@ -208,6 +220,9 @@ class ResolvedConfig(msgspec.Struct, frozen=True, kw_only=True):
     schedule_conservativeness: float = 1.0
     retraction_policy: Literal["latest", "length", "priority"] = "latest"
     preemption_threshold: int | None = 10
+    radix_eviction_policy: EvictionPolicyName = "program"
+    radix_eviction_policy_config: dict[str, int] = {}
+    max_pinned_tokens: int = 0
     memory: MemoryPlan | None = None
     reasons: tuple[Reason, ...] = ()
 
@@ -263,6 +278,11 @@ def resolve(config: EngineConfig, facts: Facts) -> ResolvedConfig:
         weights_bytes=weights_bytes(facts, sizes.dtype),
         kv_bytes_per_token=token,
         schedule_policy=config.schedule_policy,
+        radix_eviction_policy=config.radix_eviction_policy,
+        radix_eviction_policy_config=parse_parameters(
+            config.radix_eviction_policy, config.radix_eviction_policy_config
+        ),
+        max_pinned_tokens=_pinned_tokens(config, sizes.pool_tokens, reasons),
         schedule_conservativeness=config.schedule_conservativeness,
         retraction_policy=config.retraction_policy,
         preemption_threshold=None
@@ -271,6 +291,21 @@ def resolve(config: EngineConfig, facts: Facts) -> ResolvedConfig:
         memory=memory,
         reasons=tuple(reasons),
     )
+
+
+def _pinned_tokens(config: EngineConfig, pool_tokens: int, reasons: list[Reason]) -> int:
+    """How many tokens may be pinned; the rest of the pool has to be enough for everything else."""
+    pinned = config.max_pinned_tokens
+    if pinned is None:
+        pinned = pool_tokens // 4
+        reasons.append(Reason("max_pinned_tokens", str(pinned), "a quarter of the pool"))
+    if pinned >= pool_tokens:
+        raise ConfigError(
+            f"max_pinned_tokens is {pinned}, but the pool holds {pool_tokens}: nothing else could run",
+            hint=f"set max_pinned_tokens to at most {pool_tokens - 1}, or raise max_total_tokens",
+            param="max_pinned_tokens",
+        )
+    return pinned
 
 
 def _fit(config: EngineConfig, facts: Facts, sizes: Sizes) -> tuple[Sizes, MemoryPlan]:

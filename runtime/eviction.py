@@ -194,5 +194,21 @@ def make_policy(name: str, parameters: Mapping[str, Any] | None = None) -> Evict
     return policy
 
 
+def parse_parameters(name: str, text: str | None) -> dict[str, int]:
+    """The parameters of policy `name` from JSON text, checked by making the policy.
+
+    Raises:
+        ConfigError: as `make_policy`, or the text is no JSON object.
+    """
+    try:
+        given = msgspec.json.decode(text) if text is not None else {}
+    except msgspec.DecodeError as error:
+        raise _wrong(f"radix_eviction_policy_config {text!r} is no JSON: {error}", "give a JSON object") from None
+    if not isinstance(given, dict):
+        raise _wrong(f"radix_eviction_policy_config is {text!r}", "give a JSON object")
+    make_policy(name, given)
+    return given
+
+
 def _wrong(message: str, hint: str) -> ConfigError:
     return ConfigError(message, hint=hint, param="radix_eviction_policy_config")
