@@ -63,6 +63,7 @@ from sgl.lang.graph import (
     validate,
 )
 from sgl.runtime.branch import SMALL, Branch, Read, Reply, text_bytes, text_len
+from sgl.runtime.cache_key import CacheKey
 from sgl.runtime.config import ResolvedConfig
 from sgl.runtime.failures import internal_error, typed
 from sgl.runtime.faults import FaultPoints
@@ -72,6 +73,7 @@ from sgl.runtime.program_select import OptionScoring
 from sgl.runtime.scheduler import Scheduler
 from sgl.runtime.selection import Selection, common_length
 from sgl.runtime.sequence import ProgramInfo, Request
+from sgl.runtime.sequence import Sequence as TokenSequence
 from sgl.runtime.text.tokenizer import Piece, Tokenizer
 from sgl.runtime.text.transcript import Transcript
 
@@ -137,7 +139,7 @@ class ProgramRun:
         self.deadline = services.now() + options.deadline_s if options.deadline_s is not None else None
         self._services = services
         self._scheduler = services.scheduler
-        self._namespace = f"program-{id}" if services.config.disable_radix_cache else ""
+        self._namespace = CacheKey(program=id if services.config.disable_radix_cache else None)
         self._values: dict[tuple[int, str], str] = {}
         self._lineage: dict[int, int] = {}  # branch -> parent
         self._work: dict[int, _Drawing | _Scoring] = {}  # by sequence
@@ -152,7 +154,7 @@ class ProgramRun:
         self._failed_at: tuple[int | None, int | None] = (None, None)
         main = Branch(
             MAIN_BRANCH,
-            self._scheduler.new_sequence(self._namespace),
+            self._scheduler.new_sequence(self._namespace, owner=self),
             Transcript(services.tokenizer, services.config.rerender),
         )
         self._branches = {MAIN_BRANCH: main}
@@ -243,6 +245,10 @@ class ProgramRun:
     def _fail_by(self, error: Exception, location: SourceLocation | None = None) -> None:
         """End the program with what its own work raised, at `location` unless it says where."""
         self.fail(typed(f"program {self.options.name!r} failed", error).at(location))
+
+    def next_use(self, sequence: TokenSequence) -> float | None:
+        """The step in which a state of this program will be computed on, as far as its graph says (see `next_use`)."""
+        return None
 
     # --- executing nodes ---
 
@@ -708,7 +714,7 @@ class ProgramRun:
                 work.scoring.release()
         for branch in self._branches.values():
             self._scheduler.release(branch.sequence)
-        if self._namespace:
+        if self._namespace.program is not None:
             self._scheduler.drop_namespace(self._namespace)
 
     def _sequences(self) -> set[int]:

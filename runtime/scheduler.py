@@ -16,20 +16,21 @@ Laws after each step: `free + cached + held == total`, and `prompt == cached + p
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Set
+from collections.abc import Callable, Iterable, Iterator, Set
 
 import numpy as np
 
 from sgl.errors import NeverFits, PromptTooLong, QueueFull
 from sgl.limits import DEFAULT_LIMITS, Limits
+from sgl.runtime.cache_key import CacheKey
 from sgl.runtime.config import ResolvedConfig
 from sgl.runtime.estimate import OutputEstimate
 from sgl.runtime.failures import internal_error
+from sgl.runtime.paging import Paging
 from sgl.runtime.plan import Chunk, ScoreSpec, StepPlan, StepResult
 from sgl.runtime.policies import MAX_SKIPS, QueuePolicy, victim
-from sgl.runtime.pool import PagePool
-from sgl.runtime.radix import RadixNode, RadixTree
-from sgl.runtime.sequence import Request, Sequence
+from sgl.runtime.radix import RadixNode
+from sgl.runtime.sequence import Owner, Request, Sequence
 from sgl.runtime.stats import Stats
 
 
@@ -39,63 +40,58 @@ class Scheduler:
     Args:
         config: page size, pool, batch and chunk bounds.
         stats: counters to write.
+        on_end: told of each request that ended, however it did.
     """
 
-    def __init__(self, config: ResolvedConfig, stats: Stats, limits: Limits = DEFAULT_LIMITS) -> None:
+    def __init__(
+        self,
+        config: ResolvedConfig,
+        stats: Stats,
+        limits: Limits = DEFAULT_LIMITS,
+        *,
+        on_end: Callable[[Request], None] | None = None,
+    ) -> None:
         self.config = config
         self.limits = limits
         self.stats = stats
         self.page_size = config.page_size
-        self.pool = PagePool(config.num_pages)
-        self.tree = RadixTree(config.page_size)
+        self.paging = Paging(config, stats, self._outlook)
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
-        self._live: dict[int, Sequence] = {}
-        self._idle: dict[int, Sequence] = {}  # live, locked in the tree, and without a request; oldest first
-        self._next_id = 0
-        self._steps = 0
         self._num_admitted = 0
         self._policy = QueuePolicy(config.schedule_policy, self._cached_prefix, seed=config.random_seed)
+        self._on_end = on_end
         self._estimate = OutputEstimate(config.schedule_conservativeness)
         stats.pages_total = config.num_pages
 
     # --- sequences: the commands of a program run ---
 
-    def new_sequence(self, namespace: str, token_ids: Iterable[int] = ()) -> Sequence:
-        """A sequence without pages."""
-        self._next_id += 1
-        sequence = Sequence(self._next_id, namespace, list(token_ids))
-        self._live[sequence.id] = sequence
+    def new_sequence(self, namespace: CacheKey, token_ids: Iterable[int] = (), owner: Owner | None = None) -> Sequence:
+        """A sequence without pages; `owner` knows when it will be used again."""
+        sequence = self.paging.new(namespace, token_ids)
+        sequence.owner = owner
         return sequence
 
     def fork(self, parent: Sequence) -> Sequence:
         """A sequence with the same ids, standing on the same pages. Nothing is copied but ids and page numbers."""
-        self._publish(parent, parent.num_computed)
-        child = self.new_sequence(parent.namespace, parent.token_ids)
-        if parent.node is not None:
-            child.node = parent.node
-            child.num_shared = child.num_computed = parent.num_shared
-            child.pages = parent.pages[: parent.num_shared // self.page_size]
-            self.tree.lock(child.node)
-            self._idle[child.id] = child
-        return child
+        return self.paging.fork(parent)
 
     def truncate(self, sequence: Sequence, length: int) -> None:
         """Forget the tokens from `length` on; pages up to there are kept."""
-        del sequence.token_ids[length:]
-        self._forget(sequence, length)
-        if sequence.pages:
-            self._idle[sequence.id] = sequence
+        self.paging.truncate(sequence, length)
 
     def release(self, sequence: Sequence) -> None:
         """The sequence is used no more; what it computed becomes cache."""
-        if self._live.pop(sequence.id, None) is None:
-            return
-        self._let_go(sequence)
+        self.paging.release(sequence)
 
-    def drop_namespace(self, namespace: str) -> None:
+    def drop_namespace(self, namespace: CacheKey) -> None:
         """Free what a private namespace cached."""
-        self.pool.free(self.tree.drop(namespace))
+        self.paging.drop(namespace)
+
+    @property
+    def step(self) -> int:
+        """How many steps were scheduled so far."""
+        return self.paging.step
 
     # --- requests ---
 
@@ -129,7 +125,7 @@ class Scheduler:
                 needed_tokens=needed,
                 pool_tokens=config.pool_tokens,
             )
-        self._idle.pop(request.sequence.id, None)
+        request.sequence.priority = max(request.sequence.priority, request.priority)
         request.account_found(0, min(request.sequence.num_computed, request.prompt_len - 1))
         request.due = self._num_admitted + len(self.waiting) + MAX_SKIPS
         self.waiting.append(request)
@@ -159,7 +155,7 @@ class Scheduler:
         """The next step: running requests first, decoding ones before prefilling ones, then waiting ones."""
         budget = self.config.chunked_prefill_size
         planned: dict[int, Chunk] = {}
-        self._steps += 1
+        self.paging.begin_step()
         self._preempt()
         for request in sorted(self.running, key=_urgency):
             if budget <= 0:
@@ -167,7 +163,7 @@ class Scheduler:
             if request in self.running:  # else it was put back, to make room for one before it
                 budget -= self._plan(request, budget, planned)
         self._admit(budget, planned)
-        return StepPlan(chunks=tuple(planned.values()))
+        return StepPlan(chunks=tuple(planned.values()), copies=self.paging.take_copies())
 
     def _admit(self, budget: int, planned: dict[int, Chunk]) -> None:
         """Start waiting requests in the policy's order, until tokens, rows or pages of this step are used up."""
@@ -178,6 +174,7 @@ class Scheduler:
                 return
             self.waiting.remove(request)
             self.running.append(request)
+            self.paging.run(request.sequence)
             self._num_admitted += 1
             if request.program is not None:
                 request.program.started = True
@@ -214,7 +211,7 @@ class Scheduler:
             if row.failed is not None:
                 request.failed = row.failed
                 self._finish(request)
-                self._discard(request.sequence, chunk.start)
+                self.paging.discard(request.sequence, chunk.start)
                 continue
             for score, values in zip(chunk.scores, row.scores, strict=True):
                 request.logprobs[chunk.start + score.offset] = values
@@ -238,9 +235,7 @@ class Scheduler:
 
     def reset(self) -> int:
         """Drop every page of every sequence and the whole cache: what a failed step may have left is not trusted."""
-        for sequence in self._live.values():
-            self._let_go(sequence, keep=False)
-        return self.flush()
+        return self.paging.reset()
 
     def rebuild(self, dead: Set[int]) -> None:
         """Forget the sequences `dead` with their requests, and begin with an empty pool and tree: what keeps them did
@@ -249,29 +244,16 @@ class Scheduler:
             for request in [request for request in queue if request.sequence.id in dead]:
                 request.done = True
                 queue.remove(request)
-        for id in dead:
-            self._live.pop(id, None)
-        self._idle.clear()
-        self.pool = PagePool(self.config.num_pages)
-        self.tree = RadixTree(self.page_size)
-        for sequence in self._live.values():
-            sequence.node = None
-            sequence.pages = []
-            sequence.num_shared = sequence.num_computed = 0
+        self.paging.rebuild(dead)
 
     def flush(self) -> int:
         """Drop every cached page that no live sequence stands on; how many there were."""
-        pages = self.tree.evict(self.tree.num_cached)
-        self.pool.free(pages)
-        return len(pages)
+        return self.paging.flush()
 
     def gauge(self) -> None:
-        """Bring the gauges in `stats` up to date. Held pages are counted from the sequences, not derived."""
+        """Bring the gauges in `stats` up to date."""
+        self.paging.gauge()
         stats = self.stats
-        own = sum(len(s.pages) - s.num_shared // self.page_size for s in self._live.values() if s.pages)
-        stats.pages_free = self.pool.num_free
-        stats.pages_cached = self.tree.num_cached
-        stats.pages_held = self.tree.num_locked + own
         stats.num_running = len(self.running)
         stats.num_waiting = len(self.waiting)
 
@@ -288,22 +270,24 @@ class Scheduler:
         # What must be computed to get its logits may not be skipped by a match.
         limit = min([length - 1, *(position for position in request.scores if position not in request.logprobs)])
         if before > limit:
-            self._forget(sequence, limit)
-        if sequence.num_computed == sequence.num_shared:
-            self._match(sequence, limit)
-        request.account_found(before, sequence.num_computed)
-        start = sequence.num_computed
+            self.paging.forget(sequence, limit)
+        self.paging.find(sequence, limit, again=request.accounted > before)
+        found = sequence.num_computed
+        request.account_found(before, found)
+        source, num_copied = self.paging.borrowable(sequence, limit)
+        start = found + num_copied
         end = min(length, start + budget)
         missing = -(-end // self.page_size) - len(sequence.pages)
-        if missing > 0 and not self._make_room(missing, request, planned):
-            return 0
         if missing > 0:
-            sequence.pages.extend(self.pool.allocate(missing))
+            if not self._make_room(missing, request, planned):
+                return 0
+            self.paging.grow(sequence, missing, source, num_copied)
+            request.account_found(found, start)
         request.account_computed(start, end)
-        request.last_step = self._steps
-        sequence.num_computed = end
-        if start < request.prompt_len and not self._is_known(sequence):
-            self._publish(sequence, end)
+        request.last_step = self.step
+        self.paging.write(sequence, start, end)
+        if start < request.prompt_len and not self.paging.is_known(sequence):
+            self.paging.publish(sequence, end)
         sample = request.generation.spec() if request.generation is not None and end == length else None
         scores = tuple(
             ScoreSpec(offset=position - start, token_ids=ids)
@@ -320,95 +304,16 @@ class Scheduler:
         )
         return end - start
 
-    def _forget(self, sequence: Sequence, length: int) -> None:
-        """Give up the computed tokens from `length` on; the ids stay."""
-        if sequence.num_computed <= length:
-            return
-        if sequence.num_shared <= length:
-            keep = -(-length // self.page_size)
-            self.pool.free(sequence.pages[keep:])
-            del sequence.pages[keep:]
-            sequence.num_computed = length
-        else:
-            self._let_go(sequence)
-            self._match(sequence, length)
-
-    def _is_known(self, sequence: Sequence) -> bool:
-        """Whether the tree goes on with the sequence's next page: then others may be reading that page, and this
-        sequence, which computes it again for its logits, must write to a page of its own."""
-        start = sequence.num_shared
-        node = sequence.node or self.tree.root(sequence.namespace)
-        page = np.array(sequence.token_ids[start : start + self.page_size], dtype=np.int32)
-        return page.tobytes() in node.children
-
-    def _match(self, sequence: Sequence, limit: int) -> None:
-        """Move a sequence without own pages along the tree, at most to `limit` tokens."""
-        start = sequence.num_shared
-        if limit - start < self.page_size:
-            return
-        node = sequence.node or self.tree.root(sequence.namespace)
-        tokens = np.array(sequence.token_ids[start:limit], dtype=np.int32)
-        end, pages = self.tree.match(node, tokens)
-        if len(pages) == 0:
-            return
-        self.tree.lock(end)
-        if sequence.node is not None:
-            self.tree.unlock(sequence.node)
-        sequence.node = end
-        sequence.pages.extend(pages.tolist())
-        sequence.num_shared += len(pages) * self.page_size
-        sequence.num_computed = sequence.num_shared
-
-    def _publish(self, sequence: Sequence, end: int) -> None:
-        """Hand the whole pages up to `end` to the tree; where it has the tokens already, its pages are taken over."""
-        start = sequence.num_shared
-        end -= end % self.page_size
-        if end <= start:
-            return
-        first, last = start // self.page_size, end // self.page_size
-        node = sequence.node or self.tree.root(sequence.namespace)
-        tokens = np.array(sequence.token_ids[start:end], dtype=np.int32)
-        own = np.array(sequence.pages[first:last], dtype=np.int32)
-        end_node, pages, spare = self.tree.extend(node, tokens, own)
-        self.tree.lock(end_node)
-        if sequence.node is not None:
-            self.tree.unlock(sequence.node)
-        sequence.node = end_node
-        sequence.num_shared = end
-        sequence.pages[first:last] = pages.tolist()
-        self.pool.free(spare)
-
-    def _let_go(self, sequence: Sequence, *, keep: bool = True) -> None:
-        """Give up a sequence's pages: whole ones become cache (unless not `keep`), the rest is free."""
-        if keep:
-            self._publish(sequence, sequence.num_computed)
-        self.pool.free(sequence.pages[sequence.num_shared // self.page_size :])
-        if sequence.node is not None:
-            self.tree.unlock(sequence.node)
-        sequence.node = None
-        sequence.pages = []
-        sequence.num_shared = sequence.num_computed = 0
-        self._idle.pop(sequence.id, None)
-
     def _make_room(self, num_pages: int, request: Request, planned: dict[int, Chunk]) -> bool:
         """Free pages until `num_pages` can be allocated; False when `request` has to wait.
 
         A request that is in the plan keeps its pages: other chunks of the plan may read what it will write.
         """
         while True:
-            missing = num_pages - self.pool.num_free
+            missing = num_pages - self.paging.pool.num_free
             if missing <= 0:
                 return True
-            freed = self.tree.evict(missing)
-            self.pool.free(freed)
-            if len(freed) >= missing:
-                return True
-            if self._idle:
-                self._let_go(next(iter(self._idle.values())))
-                continue
-            queued = next((other.sequence for other in reversed(self.waiting) if other.sequence.pages), None)
-            if queued is not None:
-                self._let_go(queued)  # it was idle until its program went on; what it had is found or computed again
+            if self.paging.reclaim(missing):
                 continue
             loser = victim(self.config.retraction_policy, self.running, planned) or request
             if loser is request is self.running[0] and planned:
@@ -421,7 +326,7 @@ class Scheduler:
     def _put_back(self, request: Request) -> None:
         """Retract: the request's pages become cache, and it waits at the head of the queue."""
         self.running.remove(request)
-        self._let_go(request.sequence)
+        self.paging.let_go(request.sequence, self.step)
         self.waiting.appendleft(request)
         if request.prefill_tokens or request.completion_tokens:
             self.stats.retractions += 1
@@ -435,24 +340,22 @@ class Scheduler:
         for other in self.running:
             tokens += len(other.sequence) - other.sequence.num_computed + self._growth(other)
         missing = -(-tokens // self.page_size) + _unlocked_pages(node)
-        missing -= self.pool.num_free + self.tree.num_cached
-        if missing <= 0:
-            return True
-        queued = (other.sequence for other in self.waiting if other is not request)
-        return missing <= sum(len(sequence.pages) for sequence in (*self._idle.values(), *queued))
+        missing -= self.paging.pool.num_free + self.paging.tree.num_cached
+        return missing <= 0 or missing <= self.paging.num_resting_pages - len(request.sequence.pages)
 
     def _growth(self, request: Request) -> int:
         return self._estimate.remaining(request.completion_tokens, request.new_tokens)
 
     def _cached_prefix(self, request: Request) -> tuple[RadixNode, int]:
         """Where the request's cached prefix ends in the tree, and how many of its tokens are computed."""
-        sequence = request.sequence
-        node = sequence.node or self.tree.root(sequence.namespace)
-        if sequence.num_computed > sequence.num_shared:
-            return node, sequence.num_computed  # it stands on pages of its own
-        tokens = np.array(sequence.token_ids[sequence.num_shared : -1], dtype=np.int32)
-        node, pages = self.tree.match(node, tokens)
-        return node, sequence.num_shared + len(pages) * self.page_size
+        return self.paging.cached_prefix(request.sequence)
+
+    def _outlook(self) -> Iterator[tuple[float, Sequence]]:
+        """When the waiting requests are expected to run: one takes the place of another as running ones end."""
+        growth = [self._growth(request) for request in self.running]
+        steps_apart = sum(growth) / len(growth) ** 2 if growth else 1.0
+        for place, request in enumerate(self._policy.order(self.waiting, self._num_admitted)):
+            yield self.step + 1 + place * steps_apart, request.sequence
 
     def _finish(self, request: Request) -> None:
         request.done = True
@@ -462,19 +365,11 @@ class Scheduler:
     def _settle(self, request: Request) -> None:
         """Count a request that ended and leave its sequence idle, standing on shared pages."""
         self.stats.add(request.usage())
+        if self._on_end is not None:
+            self._on_end(request)
         if request.generation is not None and request.generation.finished:
             self._estimate.ended(request.completion_tokens)
-        sequence = request.sequence
-        if sequence.id in self._live and sequence.pages:
-            self._publish(sequence, sequence.num_computed)
-            self._idle[sequence.id] = sequence
-
-    def _discard(self, sequence: Sequence, start: int) -> None:
-        """Keep nothing of what a failed row wrote from `start` on."""
-        node, length = sequence.node, sequence.num_shared
-        self._let_go(sequence, keep=False)
-        if node is not None and length > start:
-            self.pool.free(self.tree.discard(node, length - start))
+        self.paging.rest(request.sequence)
 
 
 def _unlocked_pages(node: RadixNode) -> int:

@@ -13,29 +13,67 @@ Layout of a sequence:
 
 from __future__ import annotations
 
+import math
 from typing import Protocol
 
 from sgl.lang.graph import Usage
+from sgl.runtime.cache_key import CacheKey
 from sgl.runtime.plan import RowResult, SampleSpec
 from sgl.runtime.radix import RadixNode
 
 
 class Sequence:
-    """Token ids with their place in the KV cache."""
+    """Token ids with their place in the KV cache.
 
-    __slots__ = ("id", "namespace", "node", "num_computed", "num_shared", "pages", "token_ids")
+    Attributes:
+        namespace: what besides the ids decides whether cached pages are its own.
+        pages, node, num_shared, num_computed: its place, see above; `seen` is the node where it ended when it was
+            looked up last.
+        owner: knows when it is needed next; `priority`: the highest of its requests.
+        forked_at: its length when it was forked from another; 0 when it was not.
+        rested_at, next_use: the steps since when, and as far as is known until when, nothing is planned on it.
+    """
 
-    def __init__(self, id: int, namespace: str = "", token_ids: list[int] | None = None) -> None:
+    __slots__ = (
+        "forked_at",
+        "id",
+        "namespace",
+        "next_use",
+        "node",
+        "num_computed",
+        "num_shared",
+        "owner",
+        "pages",
+        "priority",
+        "rested_at",
+        "seen",
+        "token_ids",
+    )
+
+    def __init__(self, id: int, namespace: CacheKey, token_ids: list[int] | None = None) -> None:
         self.id = id
         self.namespace = namespace
         self.token_ids = token_ids if token_ids is not None else []
         self.pages: list[int] = []
         self.node: RadixNode | None = None
+        self.seen: RadixNode | None = None
         self.num_shared = 0
         self.num_computed = 0
+        self.owner: Owner | None = None
+        self.priority = 0
+        self.forked_at = 0
+        self.rested_at = 0
+        self.next_use = math.inf
 
     def __len__(self) -> int:
         return len(self.token_ids)
+
+
+class Owner(Protocol):
+    """What a sequence belongs to: `ProgramRun`."""
+
+    def next_use(self, sequence: Sequence) -> float | None:
+        """The step in which the sequence will be computed on; infinite when never, `None` when nobody knows."""
 
 
 class Sampled(Protocol):

@@ -97,7 +97,7 @@ def _record(request: Request, prompt: list[int]) -> Record:
         # The last token that was drawn is not computed; when it ended the output, it is not part of it either.
         output = generation.output_ids[: max(0, request.completion_tokens - 1)]
     tokens = np.array([*prompt, *output], dtype=np.int32)
-    access = Access(tokens, 0 if request.score_only else len(prompt) - 1, request.sequence.namespace)
+    access = Access(tokens, 0 if request.score_only else len(prompt) - 1, str(request.sequence.namespace))
     return Record(access, request.usage(), len(prompt) + request.new_tokens, request.score_only)
 
 

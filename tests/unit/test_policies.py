@@ -6,6 +6,7 @@ import pytest
 from support.scripted import Rig
 
 from sgl.lang.graph import DoneEvent, Gen, Graph, LiteralText, ProgramOptions, Sampling, Text, ValueEvent
+from sgl.runtime.cache_key import CacheKey
 from sgl.runtime.estimate import OutputEstimate
 from sgl.runtime.policies import MAX_SKIPS, QueuePolicy, victim
 from sgl.runtime.radix import RadixNode, RadixTree
@@ -13,7 +14,7 @@ from sgl.runtime.sequence import ProgramInfo, Request, Sequence
 
 
 def request(number: int, *, new_tokens: int = 8, priority: int = 0, prompt: str = "", due: int = 10**9) -> Request:
-    made = Request(Sequence(number, "", list(prompt.encode())), new_tokens=new_tokens, priority=priority)
+    made = Request(Sequence(number, CacheKey(), list(prompt.encode())), new_tokens=new_tokens, priority=priority)
     made.due = due
     return made
 
