@@ -1,8 +1,9 @@
 """What travels between the engine client and its worker process.
 
 Owns the two closed unions `ToWorker` and `ToClient` and their msgpack form. Frames go over a ZeroMQ PAIR socket on a
-private unix socket. A frame that does not decode fails its program, or ends the connection when it names none; nothing
-is guessed, and nothing is pickled. Programs are numbered by the client; a number is never reused in one engine.
+private unix socket. A frame that does not decode fails its program; the worker drops one that names none, and the
+client, which takes frames from nobody else, then ends the connection. Nothing is guessed, and nothing is pickled.
+Programs are numbered by the client; a number is never reused in one engine.
 
 Order: a program's messages are handled in the order sent. The worker answers `Hello` once, with `Ready` or `Failed`.
 """
@@ -54,6 +55,12 @@ class GetStats(msgspec.Struct, frozen=True, tag="get_stats"):
     check: bool = False
 
 
+class Ping(msgspec.Struct, frozen=True, tag="ping"):
+    """Ask whether the worker's loop turns; answered between two steps."""
+
+    request: int
+
+
 class FlushCache(msgspec.Struct, frozen=True, tag="flush_cache"):
     """Drop every cached page that no program holds."""
 
@@ -64,7 +71,7 @@ class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
     """Cancel everything and exit with status 0."""
 
 
-ToWorker: TypeAlias = Hello | Submit | ReadState | Cancel | GetStats | FlushCache | Shutdown
+ToWorker: TypeAlias = Hello | Submit | ReadState | Cancel | GetStats | Ping | FlushCache | Shutdown
 
 
 class Refused(msgspec.Struct, frozen=True):
@@ -116,6 +123,13 @@ class StatsReply(msgspec.Struct, frozen=True, tag="stats_reply"):
     error: ErrorInfo | None = None
 
 
+class Pong(msgspec.Struct, frozen=True, tag="pong"):
+    """Answer to `Ping`: seconds since the last step that succeeded, 0 when there is nothing to do."""
+
+    request: int
+    stalled_s: float
+
+
 class FlushReply(msgspec.Struct, frozen=True, tag="flush_reply"):
     """Answer to `FlushCache`: pages that became free."""
 
@@ -123,7 +137,7 @@ class FlushReply(msgspec.Struct, frozen=True, tag="flush_reply"):
     pages: int
 
 
-ToClient: TypeAlias = Progress | Ready | Failed | Events | StateReply | StatsReply | FlushReply
+ToClient: TypeAlias = Progress | Ready | Failed | Events | StateReply | StatsReply | Pong | FlushReply
 
 _encoder = msgspec.msgpack.Encoder()
 _to_worker = msgspec.msgpack.Decoder(ToWorker)

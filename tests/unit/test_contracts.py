@@ -110,6 +110,7 @@ TO_WORKER = [
     messages.ReadState(1, 9, 0),
     messages.Cancel(1),
     messages.GetStats(3, check=True),
+    messages.Ping(5),
     messages.FlushCache(4),
     messages.Shutdown(),
 ]
@@ -120,6 +121,7 @@ TO_CLIENT = [
     messages.Events(((1, EVENT), (2, graph.DoneEvent(text="done")))),
     messages.StateReply(1, 9, StateText("text", (1, 2))),
     messages.StatsReply(3, {"forwards": 1}),
+    messages.Pong(5, 0.5),
     messages.FlushReply(4, 12),
 ]
 
