@@ -1,41 +1,50 @@
 """The client half of an engine: starts the worker process and speaks with it.
 
-Owns the worker process, its socket folder (mode 0700) and one thread that alone touches the socket. Other threads hand
-it frames and get answers through futures and sinks. No torch here.
+Owns the worker process, the folder of its socket and one thread that alone touches the socket. Other threads hand it
+frames and get answers through futures and sinks. No torch here.
 
 Ways to end, each within a second: `close` (asks the worker to end, then ends it), the worker's death (every open
-session gets `FailedEvent` with `EngineDead`, every open future fails), the interpreter's exit (`close` runs at exit).
-A client does not survive a fork of its process: in the child every call raises `EngineDead`.
+session gets `FailedEvent` with `EngineDead`, every open future fails), the interpreter's exit (`close_all` runs at
+exit). A client does not survive a fork of its process: in the child every call raises `EngineDead`, and so does every
+read of a program that was open. Ctrl-C reaches this process alone, since the worker has a process group of its own.
 """
 
 from __future__ import annotations
 
-import atexit
 import json
 import logging
 import os
 import shutil
+import signal
 import subprocess
 import sys
-import tempfile
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import ExitStack
 from itertools import count
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import zmq
 
+from sgl import environment
 from sgl.errors import EngineDead, SglError
 from sgl.lang.graph import DoneEvent, Event, FailedEvent, StateText
+from sgl.runtime import rendezvous, watchdog
+from sgl.runtime.failures import internal_error
 from sgl.runtime.messages import (
     Cancel,
     Events,
     Failed,
     FlushReply,
     Hello,
+    Ping,
+    Pong,
     Progress,
     Ready,
     Shutdown,
@@ -53,8 +62,22 @@ log = logging.getLogger("sgl.client")
 
 _START = (
     "import json, sys; given = json.loads(sys.argv[1]); sys.path[:] = given['path']; "
-    "from sgl.runtime.worker import main; main(given['address'], given['pipe'])"
+    "from sgl.runtime.worker import main; main(given['folder'], given['pipe'])"
 )
+
+
+class Health(msgspec.Struct, frozen=True):
+    """How an engine is.
+
+    Attributes:
+        live: its worker process exists.
+        ready: it answers, and is idle or completed a step not long ago.
+        reason: why it is not ready.
+    """
+
+    live: bool
+    ready: bool
+    reason: str = ""
 
 
 class WorkerClient:
@@ -82,45 +105,65 @@ class WorkerClient:
         self._closing = False
         self._closed = False
         self._started: Future[None] = Future()
-
-        self._folder = tempfile.mkdtemp(prefix="sgl-", dir=_short_folder())
-        address = f"ipc://{self._folder}/worker"
-        self._context = zmq.Context()
-        self._socket: zmq.Socket[bytes] = self._context.socket(zmq.PAIR)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.SNDHWM, 0)
-        self._socket.setsockopt(zmq.RCVHWM, 0)
-        self._socket.bind(address)
-        self._wake_read, self._wake_write = os.pipe()
-        os.set_blocking(self._wake_read, False)
-        worker_end, self._life = os.pipe()
-        _clients.add(self)
-        # The worker imports what this process imports, but never from the current folder on its own account.
-        given = {"path": [path for path in sys.path if path], "address": address, "pipe": worker_end}
+        self._process: subprocess.Popen[bytes] | None = None
+        self._thread: threading.Thread | None = None
+        self._held = ExitStack()
+        """What is given back at the end, in the order opposite to that of taking it."""
         try:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-c", _START, json.dumps(given)],
-                stdin=subprocess.DEVNULL,
-                pass_fds=(worker_end,),
-                # Threads that spin while they wait make every step many times slower as soon as the cores are shared.
-                env={"OMP_WAIT_POLICY": "PASSIVE", **os.environ},
-            )
-        finally:
-            os.close(worker_end)
-        self._pidfd = os.pidfd_open(self._process.pid)
-        self._thread = threading.Thread(target=self._serve, name="sgl-engine", daemon=True)
-        self._thread.start()
-        atexit.register(self.close)
-        self.send(Hello(config))
-        try:
+            self._launch()
+            self.send(Hello(config))
             self._started.result()
         except BaseException:
             self.close()
             raise
 
+    def _launch(self) -> None:
+        """Start the worker and the thread. What was taken when this is interrupted is in `_held`."""
+        self._context = zmq.Context()
+        self._held.callback(self._context.term)
+        self._socket: zmq.Socket[bytes] = self._context.socket(zmq.PAIR)
+        self._held.callback(self._socket.close)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.SNDHWM, 0)
+        self._socket.setsockopt(zmq.RCVHWM, 0)
+        self._folder = rendezvous.bind(self._socket)
+        self._held.callback(shutil.rmtree, self._folder, ignore_errors=True)
+        self._wake_read, self._wake_write = self._pipe()
+        os.set_blocking(self._wake_read, False)
+        worker_end, self._life = os.pipe()
+        # Closed before anything else, also when the process could not be noted down: it ends the worker.
+        self._held.callback(os.close, self._life)
+        _clients.add(self)
+        # The worker imports what this process imports, but never from the current folder on its own account.
+        given = {"path": [path for path in sys.path if path], "folder": self._folder, "pipe": worker_end}
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-c", _START, json.dumps(given)],
+                stdin=subprocess.DEVNULL,
+                pass_fds=(worker_end,),
+                # Ctrl-C and Ctrl-Z are for this process; it cancels and closes as its program says.
+                process_group=0,
+                # Threads that spin while they wait make every step many times slower as soon as the cores are shared.
+                env=environment.inherited(default={"OMP_WAIT_POLICY": "PASSIVE"}),
+            )
+        finally:
+            os.close(worker_end)
+        self._pidfd = os.pidfd_open(self._process.pid)
+        self._held.callback(os.close, self._pidfd)
+        thread = threading.Thread(target=self._serve, name="sgl-engine", daemon=True)
+        thread.start()
+        self._thread = thread
+
+    def _pipe(self) -> tuple[int, int]:
+        ends = os.pipe()
+        for end in ends:
+            self._held.callback(os.close, end)
+        return ends
+
     @property
     def pid(self) -> int:
         """Of the worker process."""
+        assert self._process is not None
         return self._process.pid
 
     @property
@@ -128,17 +171,25 @@ class WorkerClient:
         """Whether the worker serves."""
         return self._dead is None and not self._closing and self._owner == os.getpid()
 
+    def health(self, timeout_s: float) -> Health:
+        """How the engine is now; waits at most `timeout_s` for an answer. Several may ask at the same time."""
+        live = self.alive
+        try:
+            pong: Pong = self.ask(Ping).result(timeout_s)
+        except SglError as error:
+            return Health(live=self.alive, ready=False, reason=error.message)
+        except TimeoutError:
+            return Health(live=live, ready=False, reason=f"no answer in {timeout_s:g} s: a step hangs, or is that long")
+        if pong.stalled_s > timeout_s:
+            return Health(live=live, ready=False, reason=f"no step succeeded in the last {pong.stalled_s:.0f} s")
+        return Health(live=live, ready=live)
+
     def send(self, message: ToWorker) -> None:
         """Queue a message.
 
         Raises:
             EngineDead: the worker is gone, or this process is a fork of the one that started it.
         """
-        if self._owner != os.getpid():
-            raise EngineDead(
-                "this engine was started by another process (this one is a fork of it)",
-                hint="create an engine in each process",
-            )
         frame = pack(message)
         with self._lock:
             if self._dead is not None:
@@ -157,6 +208,7 @@ class WorkerClient:
         """Send the message that `make` builds for a request number; the answer's future."""
         number = next(self._numbers)
         future: Future[Any] = Future()
+        future.set_running_or_notify_cancel()  # a caller that gives up must not make its answer an error here
         with self._lock:
             self._futures[number] = future
         try:
@@ -169,30 +221,47 @@ class WorkerClient:
         return future
 
     def close(self, timeout_s: float = 10.0) -> None:
-        """End the worker and free everything; idempotent. Open sessions fail with `EngineDead`."""
+        """End the worker and free everything; idempotent. Open sessions fail with `EngineDead`.
+
+        An interrupt in here (a second Ctrl-C) takes the worker's time to end in peace; it is raised at the end.
+        """
         with self._lock:
             if self._closing or self._owner != os.getpid():
                 return
             self._closing = True
+        interrupt = None
+        if self._thread is not None:
             self._out.append(pack(Shutdown()))
-            self._wake()
-        atexit.unregister(self.close)
-        if not self._started.done():
-            self._process.kill()  # while it loads a model it reads no messages
-        try:
-            self._process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
+            os.write(self._wake_write, b"w")
+            # While it loads a model the worker reads no messages.
+            interrupt = self._outlast(self._thread, timeout_s if self._started.done() else 0.0)
+        elif self._process is not None:
             self._process.kill()
             self._process.wait()
-        self._thread.join()
-        self._socket.close()
-        self._context.term()
         with self._lock:
             self._closed = True
-            for descriptor in (self._wake_read, self._wake_write, self._life, self._pidfd):
-                os.close(descriptor)
+            self._held.close()
         _clients.discard(self)
-        shutil.rmtree(self._folder, ignore_errors=True)
+        if interrupt is not None:
+            raise interrupt
+
+    def _outlast(self, thread: threading.Thread, timeout_s: float) -> BaseException | None:
+        """Wait until the worker, and with it the thread, has ended; the interrupt that came meanwhile."""
+        deadline = time.monotonic() + timeout_s
+        interrupt: BaseException | None = None
+        while thread.is_alive():
+            try:
+                thread.join(max(0.0, deadline - time.monotonic()))
+                if thread.is_alive():
+                    self._kill()
+                    thread.join()
+            except BaseException as error:  # noqa: BLE001 - raised by the caller, once nothing is left
+                interrupt, deadline = error, 0.0
+        return interrupt
+
+    def _kill(self) -> None:
+        assert self._process is not None
+        self._process.kill()
 
     # --- the thread ---
 
@@ -200,11 +269,12 @@ class WorkerClient:
         """The thread: whatever it cannot handle ends the engine, and everyone is told."""
         try:
             self._exchange()
-        except Exception as error:
-            log.exception("the engine's connection ends")
+        except Exception as error:  # noqa: BLE001 - everyone who waits is told
+            failure = internal_error("the connection to the engine's worker broke", error)
+            assert self._process is not None
             self._process.kill()
             self._process.wait()
-            self._fail_all(EngineDead(f"the connection to the worker broke: {type(error).__name__}: {error}"))
+            self._fail_all(EngineDead(failure.message, hint="create a new engine"))
 
     def _exchange(self) -> None:
         poller = zmq.Poller()
@@ -225,11 +295,30 @@ class WorkerClient:
                 self._receive(unpack_to_client(self._socket.recv()))
             if self._pidfd in ready:
                 break
+        assert self._process is not None
         status = self._process.wait()
         while self._socket.poll(50):
             self._receive(unpack_to_client(self._socket.recv()))
-        reason = "was shut down" if self._closing else f"ended unexpectedly (exit status {status})"
-        self._fail_all(EngineDead(f"the engine's worker {reason}", hint="create a new engine"))
+        self._fail_all(self._obituary(status))
+
+    def _obituary(self, status: int) -> EngineDead:
+        """Why the worker ended. Stacks that it left go to the log: they are nothing for who reads an error."""
+        try:
+            stacks = (Path(self._folder) / rendezvous.STACKS).read_text(errors="replace")
+        except OSError:  # it ended before it made the file
+            stacks = ""
+        if stacks:
+            log.error("the engine's worker left the stacks of its threads:\n%s", stacks)
+        if stacks.startswith(watchdog.MARK):
+            return EngineDead(
+                "the engine's worker made no progress within watchdog_timeout and was ended",
+                hint="the log has the stacks of its threads; raise watchdog_timeout if a step may take that long",
+            )
+        if self._closing:
+            return EngineDead("the engine's worker was shut down", hint="create a new engine")
+        how = f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
+        hint = "; SIGKILL is what the system sends when memory runs out" if status == -signal.SIGKILL else ""
+        return EngineDead(f"the engine's worker ended unexpectedly ({how})", hint=f"create a new engine{hint}")
 
     def _receive(self, message: ToClient) -> None:
         match message:
@@ -244,6 +333,8 @@ class WorkerClient:
                 self._answer(message.request, message.state, message.error)
             case StatsReply():
                 self._answer(message.request, message.stats, message.error)
+            case Pong():
+                self._answer(message.request, message, None)
             case FlushReply():
                 self._answer(message.request, message.pages, None)
             case Progress():
@@ -258,7 +349,7 @@ class WorkerClient:
             case Failed():
                 self._fail_all(SglError.from_info(message.error))
 
-    def _answer(self, request: int, result: StateText | dict[str, Any] | int | None, error: Any) -> None:
+    def _answer(self, request: int, result: StateText | Pong | dict[str, Any] | int | None, error: Any) -> None:
         with self._lock:
             future = self._futures.pop(request, None)
         if future is None:
@@ -304,18 +395,34 @@ class WorkerClient:
             os.write(self._wake_write, b"w")
 
 
-def _short_folder() -> str | None:
-    """A folder in which a socket path stays below the 107 bytes that the system allows."""
-    return None if len(tempfile.gettempdir()) < 80 else "/tmp"
-
-
 _clients: weakref.WeakSet[WorkerClient] = weakref.WeakSet()
 
 
+def live_clients() -> list[WorkerClient]:
+    """Every client of this process that is not closed."""
+    return list(_clients)
+
+
+def close_all() -> None:
+    """Close every engine; runs at exit (see `sgl.__init__`)."""
+    for client in live_clients():
+        client.close()
+
+
 def _leave_to_parent() -> None:
-    """In a fork of this process: its copy of the life pipe would keep the workers alive after their parent."""
-    for client in _clients:
+    """In a fork of this process: its copy of the life pipe would keep the workers alive after their parent, and nobody
+    is there to answer whoever waits."""
+    for client in live_clients():
         os.close(client._life)
+        client._lock = threading.Lock()  # may have been held by a thread that is not here
+        dead = EngineDead(
+            "this engine was started by another process (this one is a fork of it)",
+            hint="create an engine in each process",
+        )
+        client._dead = dead
+        if client._sinks or client._futures:
+            # On a thread, since locks of those who wait may be held by threads that are not here either.
+            threading.Thread(target=client._fail_all, args=(dead,), daemon=True).start()
 
 
 os.register_at_fork(after_in_child=_leave_to_parent)

@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from sgl.errors import EmptyPrompt, EngineDead, InternalError, InvalidParameter, SglError
+from sgl.errors import EmptyPrompt, EngineDead, InternalError, InvalidParameter, SglError, Unsupported
 from sgl.grammars.spec import Constraint, JsonSchema, Regex, canonical_schema
 from sgl.lang.graph import (
     DeltaEvent,
@@ -37,7 +37,7 @@ from sgl.lang.graph import (
     plain,
     sampling_from_mapping,
 )
-from sgl.runtime.client import EventSink, WorkerClient
+from sgl.runtime.client import EventSink, Health, WorkerClient
 from sgl.runtime.config import EngineConfig, config_from_mapping
 from sgl.runtime.messages import Cancel, FlushCache, GetStats, ReadState, Submit
 
@@ -96,6 +96,22 @@ class Engine:
         """Whether the worker serves."""
         return self._client.alive
 
+    def health(self, timeout_s: float = 10.0) -> Health:
+        """Whether the worker lives, and whether it serves: it answers within `timeout_s`, and is idle or completed a
+        step in that time.
+
+        Example:
+            >>> with Engine(model_path="dummy") as engine:
+            ...     engine.health()
+            Health(live=True, ready=True, reason='')
+        """
+        return self._client.health(timeout_s)
+
+    @property
+    def ready(self) -> bool:
+        """`health().ready`."""
+        return self.health().ready
+
     @property
     def worker_pid(self) -> int:
         """Process id of the worker."""
@@ -109,6 +125,9 @@ class Engine:
     def check(self) -> None:
         """Raise `InternalError` when the counter law or the memory law is broken."""
         self._client.ask(lambda request: GetStats(request, check=True)).result()
+
+    def __reduce__(self) -> str:
+        raise Unsupported("an engine cannot be sent to another process", hint="create an engine in each process")
 
     def __enter__(self) -> Engine:
         return self

@@ -117,21 +117,24 @@ class FaultPoints:
                 raise InjectedFault(point)
 
 
-def parse_faults(
-    given: str, environment: Mapping[str, str], *, sleep: Callable[[float], object] = time.sleep
-) -> FaultPoints:
+def parse_faults(given: str, *, allowed: bool, sleep: Callable[[float], object] = time.sleep) -> FaultPoints:
     """The fault points that `EngineConfig.fault_points` asks for.
 
+    Args:
+        given: JSON, faults by point.
+        allowed: whether `SWITCH` is 1.
+        sleep: as `FaultPoints` takes it.
+
     Raises:
-        ConfigError: the environment does not allow them, or `given` is not JSON of faults by point.
+        ConfigError: they are not allowed, or `given` is not JSON of faults by point.
 
     Example:
-        >>> faults = parse_faults('{"in_forward": {"action": "raise", "at": 3}}', {"SGL_TEST_FAULTS": "1"})
-        >>> parse_faults('{"in_forward": {"action": "raise"}}', {})
+        >>> faults = parse_faults('{"in_forward": {"action": "raise", "at": 3}}', allowed=True)
+        >>> parse_faults('{"in_forward": {"action": "raise"}}', allowed=False)
         Traceback (most recent call last):
         sgl.errors.ConfigError: fault_points break an engine on purpose, for tests (set SGL_TEST_FAULTS=1 to allow them)
     """
-    if environment.get(SWITCH) != "1":
+    if not allowed:
         raise ConfigError(
             "fault_points break an engine on purpose, for tests",
             hint=f"set {SWITCH}=1 to allow them",

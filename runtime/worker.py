@@ -2,15 +2,18 @@
 
 Owns the process: start-up, the loop `receive -> step -> send`, and every way to end. The client starts it with a socket
 address and a pipe; the pipe's end of file means that the client is gone, whatever way it went, and the worker exits at
-once. Nothing is read from the environment but the model cache's location.
+once, removing the socket's folder in its place. A step or a start that hangs is ended by the watchdog. Signals of the
+terminal do not reach it: the client puts it into a process group of its own, and decides.
 
-Exit status: 0 after `Shutdown` or when the client is gone, 1 when the engine failed (the client was told why).
+Exit status: 0 after `Shutdown` or when the client is gone, 1 when the engine failed (the client was told why) or hung.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import logging
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -18,15 +21,20 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
 from io import FileIO
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
 
 import msgspec
 import zmq
 
+from sgl import environment
 from sgl.errors import ConfigError, InternalError, InvalidParameter, SglError, UnsupportedModel
 from sgl.lang.graph import PROTOCOL, Event, FailedEvent, StateText
+from sgl.runtime import rendezvous
 from sgl.runtime.config import EngineConfig, config_from_mapping, resolve
 from sgl.runtime.core import EngineCore
+from sgl.runtime.failures import internal_error
+from sgl.runtime.faults import SWITCH, parse_faults
 from sgl.runtime.messages import (
     Cancel,
     Events,
@@ -35,6 +43,8 @@ from sgl.runtime.messages import (
     FlushReply,
     GetStats,
     Hello,
+    Ping,
+    Pong,
     Progress,
     ReadState,
     Ready,
@@ -49,6 +59,7 @@ from sgl.runtime.messages import (
 )
 from sgl.runtime.text.tokenizer import Tokenizer
 from sgl.runtime.trace import Tracer
+from sgl.runtime.watchdog import Watchdog
 
 if TYPE_CHECKING:
     from sgl.runtime.loading.checkpoint import Checkpoint
@@ -64,10 +75,12 @@ class Worker:
 
     Args:
         socket: a connected PAIR socket.
+        stacks: open file for the stacks of a worker that hangs.
     """
 
-    def __init__(self, socket: zmq.Socket[bytes]) -> None:
+    def __init__(self, socket: zmq.Socket[bytes], stacks: IO[bytes]) -> None:
         self._socket = socket
+        self._stacks = stacks
         self._message_log: FileIO | None = None
         self._events: list[tuple[int, Event]] = []
         self._wake_read, self._wake_write = os.pipe()
@@ -81,11 +94,18 @@ class Worker:
         hello = unpack_to_worker(self._socket.recv())
         if not isinstance(hello, Hello) or hello.protocol != PROTOCOL:
             raise InternalError(f"the client does not speak protocol {PROTOCOL}")
-        self._core, info = self._start(hello.config)
+        config = config_from_mapping(hello.config)
+        self._watchdog = Watchdog(config.watchdog_timeout, self._stacks)
+        self._watchdog.busy()
+        self._core, info = self._start(config)
         self._send(Ready(epoch=self._core.epoch, info=info))
         while True:
-            timeout = 0 if self._core.has_work else self._idle_timeout()
-            self._poller.poll(timeout)
+            if self._core.has_work:
+                self._poller.poll(0)
+            else:
+                self._watchdog.idle()
+                self._poller.poll(self._idle_timeout())
+            self._watchdog.busy()
             self._drain_wakes()
             while self._socket.poll(0):
                 if not self._handle(self._socket.recv()):
@@ -93,8 +113,7 @@ class Worker:
             self._core.step()
             self._flush_events()
 
-    def _start(self, given: dict[str, Any]) -> tuple[EngineCore, dict[str, Any]]:
-        config = config_from_mapping(given)
+    def _start(self, config: EngineConfig) -> tuple[EngineCore, dict[str, Any]]:
         if config.message_log is not None:
             self._message_log = _open_log(config.message_log)
         logging.getLogger("sgl").setLevel(config.log_level.upper())
@@ -103,13 +122,21 @@ class Worker:
             emit=lambda program, event: self._events.append((program, event)),
             executor=ThreadPoolExecutor(_JOB_THREADS, thread_name_prefix="sgl-jobs"),
             wake=self._wake,
-            progress=lambda text: self._send(Progress(text)),
+            progress=self._progress,
         )
+
+    def _progress(self, text: str) -> None:
+        self._watchdog.busy()
+        self._send(Progress(text))
 
     def _handle(self, frame: bytes) -> bool:
         """Act on one message; False when it says to end."""
         core = self._core
-        message = unpack_to_worker(frame)
+        try:
+            message = unpack_to_worker(frame)
+        except InternalError as error:
+            log.error("a frame of %d bytes is refused: %s", len(frame), error.message)
+            return True
         if self._message_log is not None:
             try:
                 self._message_log.write(msgspec.json.encode(message) + b"\n")
@@ -147,6 +174,8 @@ class Worker:
                         error=broken.to_info() if broken is not None else None,
                     )
                 )
+            case Ping():
+                self._send(Pong(request=message.request, stalled_s=core.stalled_s))
             case FlushCache():
                 self._send(FlushReply(request=message.request, pages=core.flush_cache()))
             case Shutdown():
@@ -214,6 +243,10 @@ def build_core(
         ModelError: the model cannot be found, fetched or loaded.
         ConfigError: it does not fit the wishes in `config`.
     """
+    faults = None
+    if config.fault_points is not None:
+        faults = parse_faults(config.fault_points, allowed=environment.read(SWITCH) == "1")
+
     # Imported here: torch takes seconds, and a wrong option is told before.
     from sgl.runtime.loading.checkpoint import open_checkpoint
     from sgl.runtime.loading.facts import gather_facts
@@ -242,7 +275,9 @@ def build_core(
     runner = ModelRunner(model, checkpoint.config, resolved)
     sampler = Sampler(tokenizer.vocab_size)
     tracer = Tracer(config.trace_file, time.monotonic) if config.trace_file is not None else None
-    core = kind(resolved, tokenizer, runner, sampler, emit=emit, executor=executor, wake=wake, tracer=tracer)
+    core = kind(
+        resolved, tokenizer, runner, sampler, emit=emit, executor=executor, wake=wake, tracer=tracer, faults=faults
+    )
     info = {
         "model": source.name,
         "model_path": str(source.path) if source.path else source.name,
@@ -273,35 +308,39 @@ def _tokenizer_of(checkpoint: Checkpoint, tokenizer_path: str | None) -> Tokeniz
     return Tokenizer.toy()
 
 
-def _exit_with_parent(pipe: int) -> None:
-    """End this process when the pipe to the client closes, even in the middle of a step."""
+def _exit_with_parent(pipe: int, folder: str) -> None:
+    """End this process when the pipe to the client closes, even in the middle of a step; nobody else is left to
+    remove the folder."""
 
     def watch() -> None:
         os.read(pipe, 1)
+        shutil.rmtree(folder, ignore_errors=True)
         os._exit(0)
 
     threading.Thread(target=watch, name="sgl-parent", daemon=True).start()
 
 
-def main(address: str, pipe: int) -> None:
-    """Serve the client at `address` until it says to end, or is gone."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal group; the client decides
-    _exit_with_parent(pipe)
+def main(folder: str, pipe: int) -> None:
+    """Serve the client whose socket is in `folder` until it says to end, or is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # a message on a terminal that stops background writers
+    stacks = (Path(folder) / rendezvous.STACKS).open("wb", buffering=0)
+    faulthandler.enable(stacks)
+    _exit_with_parent(pipe, folder)
     context = zmq.Context()
     socket: zmq.Socket[bytes] = context.socket(zmq.PAIR)
     socket.setsockopt(zmq.LINGER, 2000)
     socket.setsockopt(zmq.SNDHWM, 0)
     socket.setsockopt(zmq.RCVHWM, 0)
-    socket.connect(address)
+    socket.connect(rendezvous.address(folder))
     status = 0
     try:
-        Worker(socket).run()
+        Worker(socket, stacks).run()
     except SglError as error:
         socket.send(pack(Failed(error.to_info())))
         status = 1
-    except Exception as error:
-        log.exception("the worker ends")
-        socket.send(pack(Failed(InternalError(f"{type(error).__name__}: {error}").to_info())))
+    except Exception as error:  # noqa: BLE001 - the client is told, whatever it was
+        socket.send(pack(Failed(internal_error("the engine's worker failed", error).to_info())))
         status = 1
     socket.close()
     context.term()

@@ -6,8 +6,10 @@ the embedded model starts at the first use and stops at exit.
 
 from __future__ import annotations
 
+import atexit
 import functools
 import importlib
+import sys
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -151,6 +153,14 @@ def _start_default_engine() -> Backend:
 def _register_engine() -> None:
     """Give the language its default backend: once, so that a factory registered later stays."""
     importlib.import_module("sgl.lang.defaults").register_default_backend(_start_default_engine)
+
+
+@atexit.register
+def _close_engines() -> None:
+    """Registered with the import of this package, so that it comes after handlers of programs, which may generate."""
+    client = sys.modules.get("sgl.runtime.client")
+    if client is not None:
+        client.close_all()
 
 
 def __getattr__(name: str) -> Any:
