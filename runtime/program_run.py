@@ -12,6 +12,7 @@ fails ends the whole program: every request is aborted, every page let go, and o
 from __future__ import annotations
 
 import hashlib
+import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -69,6 +70,7 @@ from sgl.runtime.failures import internal_error, typed
 from sgl.runtime.faults import FaultPoints
 from sgl.runtime.generation import Generation
 from sgl.runtime.lookahead import path_lengths
+from sgl.runtime.next_use import Lane, next_uses
 from sgl.runtime.program_select import OptionScoring
 from sgl.runtime.scheduler import Scheduler
 from sgl.runtime.selection import Selection, common_length
@@ -151,6 +153,7 @@ class ProgramRun:
         self._depth = 0
         self._finish = False
         self._usage = Usage()
+        self._next_uses: dict[int, float | None] | None = None  # by sequence; made when asked for
         self._failed_at: tuple[int | None, int | None] = (None, None)
         main = Branch(
             MAIN_BRANCH,
@@ -247,8 +250,30 @@ class ProgramRun:
         self.fail(typed(f"program {self.options.name!r} failed", error).at(location))
 
     def next_use(self, sequence: TokenSequence) -> float | None:
-        """The step in which a state of this program will be computed on, as far as its graph says (see `next_use`)."""
-        return None
+        """The step in which a state of this program will be computed on: infinite when its graph ends without, `None`
+        when that depends on fragments to come."""
+        if self._next_uses is None:
+            self._next_uses = self._foresee()
+        return self._next_uses.get(sequence.id)
+
+    def _foresee(self) -> dict[int, float | None]:
+        values: dict[tuple[int, str], float] = dict.fromkeys(self._values, 0.0)
+        delays: dict[int, float] = {}
+        for work in self._work.values():
+            left = work.request.new_tokens - work.request.completion_tokens if isinstance(work, _Drawing) else 1
+            delays[work.branch.id] = values[work.branch.id, work.node.name] = float(left)
+        # The node of a busy branch is out of the queue as soon as it runs, and in front of it while a job prepares it.
+        lanes = {id: Lane(tuple(branch.queue), delays.get(id, 0.0)) for id, branch in self._branches.items()}
+        uses = next_uses(lanes, self._unborn, values, self._lineage)
+        now = self._scheduler.step + 1
+        return {
+            branch.sequence.id: now + uses[id] if id in uses else (math.inf if self._ends(branch) else None)
+            for id, branch in self._branches.items()
+        }
+
+    def _ends(self, branch: Branch) -> bool:
+        """Whether nothing can follow on a branch but what is queued on it."""
+        return self._finish or (bool(branch.queue) and isinstance(branch.queue[-1], Release))
 
     # --- executing nodes ---
 
@@ -256,6 +281,7 @@ class ProgramRun:
         """Execute what can be executed, starting with `branches`, and end the program when nothing is left."""
         if self.ended:
             return
+        self._next_uses = None
         ready = deque(sorted(branches))
         self._depth += 1
         while ready and not self.ended:
