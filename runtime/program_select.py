@@ -2,7 +2,7 @@
 
 Owns the sequences and requests of one select. The arithmetic (the trie of options, the methods) is `selection.py`; the
 branch and its events are the program run's, which makes one of these for each `Select`, queues `requests` and hands
-each one back to `take` when it is done.
+each one back to `take` when it is done, and queues what `ask_more` adds.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from sgl.errors import EmptyPrompt
 from sgl.lang.graph import ChoiceScore, Select, Usage
 from sgl.runtime.scheduler import Scheduler
-from sgl.runtime.selection import Path, Selection, decide
+from sgl.runtime.selection import Path, ScorePath, Selection, decide
 from sgl.runtime.sequence import Request
 from sgl.runtime.sequence import Sequence as TokenSequence
 from sgl.runtime.text.tokenizer import Tokenizer
@@ -29,7 +29,7 @@ class OptionScoring:
         priority: of the program.
 
     Attributes:
-        requests: what to compute, in order: the base, each chain of options, each unconditional option.
+        requests: what was computed so far or is being computed: the base, chains of options, unconditional options.
 
     Raises:
         EmptyPrompt: there is nothing to condition the options on.
@@ -61,12 +61,23 @@ class OptionScoring:
         self._unconditional: dict[int, list[float]] = {}
         last = self._base_len - 1
         self.requests.append(Request(base, scores={last: selection.first_ids}, priority=priority))
-        for chain in selection.chains:
-            scores = {last + k: ids for k, ids in chain.wanted.items()}
-            self._ask([*base.token_ids, *chain.tokens], scores)
+        self._base = base
+        if self._at_once:
+            self._ask_chains(selection.chains())
         if node.method == "unconditional_likelihood_normalized":
             self._ask_unconditional(tokenizer)
         self._pending = {request.sequence.id for request in self.requests}
+
+    @property
+    def _at_once(self) -> bool:
+        """Whether all options are computed; the unconditional scores leave no bound to stop by."""
+        return self.node.all_scores or self.node.method == "unconditional_likelihood_normalized"
+
+    def _ask_chains(self, chains: Iterable[ScorePath]) -> None:
+        last = self._base_len - 1
+        for chain in chains:
+            scores = {last + k: ids for k, ids in chain.wanted.items()}
+            self._ask([*self._base.token_ids[: self._base_len], *chain.tokens], scores)
 
     def _ask(self, ids: Iterable[int], scores: dict[int, Path], option: int | None = None) -> None:
         sequence = self._scheduler.new_sequence(self._namespace, ids)
@@ -84,7 +95,7 @@ class OptionScoring:
                 self._ask(ids[:-1], scores, option=i)
 
     def take(self, request: Request) -> bool:
-        """Take the log-probabilities of a request that is done; whether it was the last one."""
+        """Take the log-probabilities of a request that is done; whether all that were asked for are there."""
         if request.option is not None:
             values = [request.logprobs[position][0] for position in sorted(request.logprobs)]
             self._unconditional[request.option].extend(values)
@@ -94,6 +105,15 @@ class OptionScoring:
                 self._selection.put(prefix, logprobs)
         self._pending.discard(request.sequence.id)
         return not self._pending
+
+    def ask_more(self) -> list[Request]:
+        """Requests that it still takes to know the best option; none when it can be decided."""
+        if self._at_once:
+            return []
+        known = len(self.requests)
+        self._ask_chains(self._selection.next_wave(self.node.method))
+        self._pending = {request.sequence.id for request in self.requests[known:]}
+        return self.requests[known:]
 
     def decide(self, seed: int) -> tuple[str, Path, tuple[ChoiceScore, ...]]:
         """The winning option, its tokens after the base, and every option's score."""
