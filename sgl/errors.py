@@ -22,7 +22,9 @@ back on the other side. Standard library and msgspec only, so that every room ma
     |   +-- ModelNotFound           404
     |   +-- CorruptModel                 truncated, wrong checksum, bad offsets
     |   +-- UnsupportedModel             architecture, tokenizer or data type that is not known here
+    |   +-- AccessDenied            403  a hub repository that asks for an account or for accepted terms
     |   +-- DownloadFailed          502  offline mode, no network, package index said no
+    |       +-- DiskFull            507  the cache's disk; `folder`, `needed_bytes`, `free_bytes`
     +-- Overloaded                  503
     |   +-- QueueFull               429
     |   +-- QueueTimeout            503
@@ -238,6 +240,20 @@ class DownloadFailed(ModelError):
 
     code = "download_failed"
     status = 502
+
+
+class DiskFull(DownloadFailed):
+    """The disk of the cache cannot hold what is fetched (`folder`, `needed_bytes`, `free_bytes`)."""
+
+    code = "disk_full"
+    status = 507
+
+
+class AccessDenied(ModelError):
+    """A repository that is gated: its owner asks for an account, or for terms to be accepted."""
+
+    code = "access_denied"
+    status = 403
 
 
 class Overloaded(SglError):
