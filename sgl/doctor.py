@@ -132,14 +132,14 @@ def examine_model(fields: Mapping[str, Any]) -> ModelReport:
     """What `resolve` decides for the model, if its files are here."""
     wish = config_from_mapping(fields)
     try:
-        source = locate(wish.model_path, load_format=wish.load_format, offline=True)
+        source = locate(wish.model_path, load_format=wish.load_format, offline=True, revision=wish.revision)
     except DownloadFailed:
         return ModelReport(model=wish.model_path, local=False)
     except SglError as error:
         return ModelReport(model=wish.model_path, local=False, error=error.to_info())
     path = None if source.path is None else str(source.path)
     try:
-        checkpoint = open_checkpoint(source)
+        checkpoint = open_checkpoint(source, wish.json_model_override_args)
         resolved = resolve(wish, checkpoint.facts())
     except SglError as error:
         return ModelReport(model=wish.model_path, local=True, path=path, error=error.to_info())

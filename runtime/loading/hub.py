@@ -271,7 +271,7 @@ def _typed_errors(wanted: HubId) -> Iterator[None]:
         raise _Unreachable(_first_line(error)) from None
     except errors.HfHubHTTPError as error:
         _raise_status(wanted, error)
-    except errors.HTTPError as error:  # type: ignore[attr-defined] # of the transport: httpx, in whichever version
+    except errors.HTTPError as error:  # of the transport: httpx, in whichever version
         raise _Unreachable(_first_line(error)) from None
     except (TimeoutError, ConnectionError) as error:
         raise _Unreachable(_first_line(error)) from None

@@ -18,6 +18,19 @@ from sgl.runtime.loading import hub, wheels
 from sgl.runtime.loading.cache import Progress, cache_folder
 from sgl.runtime.loading.wheels import KNOWN_MODELS, WheelFile
 
+__all__ = [
+    "KNOWN_MODELS",
+    "CachedModel",
+    "LoadFormat",
+    "ModelSource",
+    "Progress",
+    "WheelFile",
+    "cache_folder",
+    "cached_models",
+    "check_model",
+    "locate",
+]
+
 LoadFormat = Literal["auto", "safetensors", "gguf", "dummy"]
 
 _FORMS = (
