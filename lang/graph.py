@@ -16,179 +16,25 @@ Invariants, held by construction (`__post_init__`) and by `validate`:
 
 from __future__ import annotations
 
-import difflib
 import hashlib
-import math
-import numbers
-from collections.abc import Iterable, Mapping
-from typing import Any, Literal, TypeAlias, get_args
+from collections.abc import Iterable
+from typing import Literal, TypeAlias, get_args
 
 import msgspec
 
 from sgl.errors import ErrorInfo, InvalidParameter, InvalidProgram, SourceLocation
 from sgl.grammars.spec import Constraint
+from sgl.lang.sampling import Sampling as Sampling
+from sgl.lang.sampling import check_integer, check_number
+from sgl.lang.sampling import plain as plain
+from sgl.lang.sampling import sampling_from_mapping as sampling_from_mapping
+from sgl.lang.sampling import sampling_values as sampling_values
 from sgl.limits import DEFAULT_LIMITS, Limits
 
 PROTOCOL = 1
 """Version of nodes and events; an executor refuses a graph with another number."""
 
 MAIN_BRANCH = 0
-
-
-# --- checks ---------------------------------------------------------------------------------------------------------
-
-
-def _number(name: str, value: Any, *, low: float, high: float | None = None, open_low: bool = False) -> None:
-    span = f"a finite number {'>' if open_low else '>='} {low:g}" + (f" and <= {high:g}" if high is not None else "")
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise InvalidParameter(f"{name} is {value!r}; expected {span}", param=name)
-    if value < low or (open_low and value == low) or (high is not None and value > high):
-        raise InvalidParameter(f"{name} is {value!r}; expected {span}", param=name)
-
-
-def _integer(name: str, value: Any, *, low: int, high: int = 2**63 - 1) -> None:
-    span = f"an integer >= {low}" + (f" and <= {high}" if high < 2**63 - 1 else "")
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise InvalidParameter(f"{name} is {value!r}; expected {span}", param=name)
-
-
-# --- what a generation is asked to do -------------------------------------------------------------------------------
-
-
-class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """How one generation samples and stops. Names and defaults are those of SGLang's sampling parameters.
-
-    Args:
-        max_new_tokens: most tokens to generate; at least 0.
-        min_new_tokens: end-of-sequence and stops are blocked until so many tokens exist.
-        temperature: 0 is greedy; otherwise logits are divided by it.
-        top_p, top_k, min_p: restrict the distribution; 1.0, -1 and 0.0 switch each off.
-        frequency_penalty, presence_penalty: in [-2, 2], over the tokens generated so far.
-        repetition_penalty: in (0, 2]; 1.0 switches it off.
-        seed: makes this generation reproducible on its own; `None` draws from the engine's seed.
-        stop: strings that end the generation; trimmed from the value unless `no_stop_trim`.
-        stop_token_ids: token ids that end the generation, besides the model's own.
-        ignore_eos: the model's end-of-sequence tokens do not end the generation.
-        return_logprob, top_logprobs_num: log-probabilities of the output tokens, and of the top k beside them.
-
-    Raises:
-        InvalidParameter: a value is not finite or out of range.
-
-    Example:
-        >>> Sampling(temperature=float("nan"))
-        Traceback (most recent call last):
-        sgl.errors.InvalidParameter: temperature is nan; expected a finite number >= 0
-        >>> sampling_from_mapping({"temprature": 0.5})
-        Traceback (most recent call last):
-        sgl.errors.InvalidParameter: unknown sampling parameter 'temprature' (did you mean 'temperature'?)
-    """
-
-    max_new_tokens: int = 128
-    min_new_tokens: int = 0
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = -1
-    min_p: float = 0.0
-    frequency_penalty: float = 0.0
-    presence_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    seed: int | None = None
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-    no_stop_trim: bool = False
-    return_logprob: bool = False
-    top_logprobs_num: int = 0
-
-    def __post_init__(self) -> None:
-        _number("temperature", self.temperature, low=0.0)
-        _number("top_p", self.top_p, low=0.0, high=1.0, open_low=True)
-        _number("min_p", self.min_p, low=0.0, high=1.0)
-        _number("frequency_penalty", self.frequency_penalty, low=-2.0, high=2.0)
-        _number("presence_penalty", self.presence_penalty, low=-2.0, high=2.0)
-        _number("repetition_penalty", self.repetition_penalty, low=0.0, high=2.0, open_low=True)
-        _integer("max_new_tokens", self.max_new_tokens, low=0)
-        _integer("min_new_tokens", self.min_new_tokens, low=0)
-        _integer("top_logprobs_num", self.top_logprobs_num, low=0, high=DEFAULT_LIMITS.max_logprobs)
-        _integer("top_k", self.top_k, low=-1)
-        if self.top_k == 0:
-            raise InvalidParameter("top_k is 0; expected -1 (off) or at least 1", param="top_k")
-        if self.seed is not None:
-            _integer("seed", self.seed, low=0)
-        if self.min_new_tokens > self.max_new_tokens:
-            raise InvalidParameter(
-                f"min_new_tokens is {self.min_new_tokens}, more than max_new_tokens {self.max_new_tokens}",
-                param="min_new_tokens",
-            )
-        if len(self.stop) > DEFAULT_LIMITS.max_stops:
-            raise InvalidParameter(
-                f"{len(self.stop)} stop strings; at most {DEFAULT_LIMITS.max_stops} are allowed", param="stop"
-            )
-        for stop in self.stop:
-            if not isinstance(stop, str) or not stop:
-                raise InvalidParameter(f"stop contains {stop!r}; expected non-empty strings", param="stop")
-            if len(stop.encode("utf-8", "surrogatepass")) > DEFAULT_LIMITS.max_stop_bytes:
-                raise InvalidParameter(
-                    f"a stop string has more than {DEFAULT_LIMITS.max_stop_bytes} bytes", param="stop"
-                )
-        for token_id in self.stop_token_ids:
-            _integer("stop_token_ids", token_id, low=0)
-
-
-def plain(value: Any) -> Any:
-    """A number or string of a kind that the wire does not know (numpy's, a subclass) as Python's own.
-
-    Example:
-        >>> import numpy
-        >>> plain(numpy.float64(0.5)), plain(numpy.int64(3)), plain(numpy.str_("x"))
-        (0.5, 3, 'x')
-    """
-    if type(value) in (str, int, float, bool):
-        return value
-    if isinstance(value, str):
-        return str(value)
-    if isinstance(value, numbers.Integral):
-        return int(value)
-    return float(value) if isinstance(value, numbers.Real) else value
-
-
-def _listed(name: str, value: Any, single: type) -> list[Any]:
-    """A single value or a list, tuple or array of them, as a list."""
-    if isinstance(value, single):
-        return [value]
-    if isinstance(value, (Mapping, str, bytes)) or not isinstance(value, Iterable):
-        raise InvalidParameter(f"{name} is {value!r}; expected one {single.__name__} or a list of them", param=name)
-    return list(value)
-
-
-def sampling_from_mapping(given: Mapping[str, Any], base: Sampling | None = None) -> Sampling:
-    """`Sampling` from a user's mapping, over `base`; `None` means "not given".
-
-    Numbers may be of any kind that is one (numpy's, too); they are stored as Python's. A single `stop` string or id
-    stands for a list of one. `max_tokens` is accepted for `max_new_tokens`.
-
-    Raises:
-        InvalidParameter: an unknown name (with the nearest known one), a wrong type, or a value out of range.
-    """
-    values: dict[str, Any] = {}
-    names = Sampling.__struct_fields__
-    for key, value in given.items():
-        name = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens"}.get(key, key)
-        if name not in names:
-            near = difflib.get_close_matches(name, names, n=1)
-            raise InvalidParameter(
-                f"unknown sampling parameter {key!r}", hint=f"did you mean {near[0]!r}?" if near else "", param=key
-            )
-        if value is None:
-            continue
-        if name == "stop":
-            value = tuple(plain(item) for item in _listed(key, value, str))
-        elif name == "stop_token_ids":
-            value = tuple(plain(item) for item in _listed(key, value, int))
-        elif name in ("ignore_eos", "no_stop_trim", "return_logprob") and not isinstance(value, bool):
-            raise InvalidParameter(f"{key} is {value!r}; expected True or False", param=key)
-        values[name] = plain(value)
-    return msgspec.structs.replace(base, **values) if base is not None else Sampling(**values)
 
 
 class ToolSpec(msgspec.Struct, frozen=True):
@@ -269,16 +115,20 @@ class Gen(NodeBase, frozen=True, tag="gen"):
 
 
 class Select(NodeBase, frozen=True, tag="select"):
-    """Append the best-scoring option, or one drawn from the scores when `temperature` > 0."""
+    """Append the best-scoring option, or one drawn from the scores when `temperature` > 0.
+
+    Without `all_scores` only as many option tokens are computed as it takes to know the best one.
+    """
 
     name: str
     choices: tuple[str, ...]
     method: ChoicesMethod = "token_length_normalized"
     temperature: float = 0.0
     seed: int | None = None
+    all_scores: bool = True
 
     def __post_init__(self) -> None:
-        _number("temperature", self.temperature, low=0.0)
+        check_number("temperature", self.temperature, low=0.0, high=1000.0)
         if not self.choices:
             raise InvalidParameter(
                 "choices is empty; expected at least one option",
@@ -293,13 +143,19 @@ class Select(NodeBase, frozen=True, tag="select"):
             if not isinstance(choice, str) or not choice:
                 raise InvalidParameter(f"choices contains {choice!r}; expected non-empty strings", param="choices")
         if self.seed is not None:
-            _integer("seed", self.seed, low=0)
+            check_integer("seed", self.seed, low=0)
         if len(set(self.choices)) != len(self.choices):
             raise InvalidParameter("choices contains the same option twice", param="choices")
         if self.method not in get_args(ChoicesMethod):
             raise InvalidParameter(
                 f"choices method is {self.method!r}; expected one of {', '.join(get_args(ChoicesMethod))}",
                 param="choices_method",
+            )
+        if not self.all_scores and self.temperature > 0:
+            raise InvalidParameter(
+                "all_scores=False finds the best option only, and temperature > 0 draws from the scores of all",
+                hint="leave all_scores out, or set temperature to 0",
+                param="all_scores",
             )
 
 
@@ -473,6 +329,12 @@ def validate(graph: Graph, live: Iterable[int] = (MAIN_BRANCH,), limits: Limits 
                     raise InvalidProgram(f"join of unknown branches {sorted(missing)}", location=node.location)
             case Release():
                 alive.discard(node.branch)
+            case Gen(sampling=Sampling(n=n)) if n != 1:
+                raise InvalidProgram(
+                    f"generation {node.name!r} has n={n}; a node draws one sample",
+                    hint="lower it with sgl.lang.passes.lower_samples",
+                    location=node.location,
+                )
             case Role(role=role, begin=begin):
                 current = roles.get(node.branch)
                 if begin and current is not None:
@@ -524,15 +386,23 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
-    """Log-probability of one token, and of the top ones at its position as (id, logprob)."""
+    """Log-probability of one token; of the most probable ones at its position, and of those asked for by id, as pairs.
+
+    `logprob` is `None` for the first token of a prompt, which nothing predicts.
+    """
 
     token_id: int
-    logprob: float
+    logprob: float | None
     top: tuple[tuple[int, float], ...] = ()
+    given: tuple[tuple[int, float], ...] = ()
 
 
 class ChoiceScore(msgspec.Struct, frozen=True, array_like=True):
-    """One option of a select: its tokens after the last stable token, their log-probabilities, the method's score."""
+    """One option of a select: its tokens after the last stable token, their log-probabilities, the method's score.
+
+    One that is not `complete` could not win any more (see `Select.all_scores`): `logprobs` are those of its first
+    tokens, `score` is a bound that its score does not exceed, and its probability is given as 0.
+    """
 
     choice: str
     token_ids: tuple[int, ...]
@@ -540,6 +410,7 @@ class ChoiceScore(msgspec.Struct, frozen=True, array_like=True):
     score: float
     probability: float
     unconditional: tuple[float, ...] = ()
+    complete: bool = True
 
 
 class TextEvent(msgspec.Struct, frozen=True, tag="text"):
@@ -564,7 +435,9 @@ class ValueEvent(msgspec.Struct, frozen=True, tag="value", kw_only=True):
 
     Attributes:
         value: its text; token ids in `token_ids`.
-        finish: `stop` (a stop, or the constraint is complete), `length`; `matched` is the stop string or id.
+        finish: `stop` (a stop, or the constraint is complete), `length`; `matched` is the stop string or id, or the
+            text that matched a stop pattern.
+        logprobs: of the output tokens; `prompt_logprobs`: of the prompt's from `logprob_start_len` on.
         choices: the scores, for a select.
     """
 
@@ -577,6 +450,7 @@ class ValueEvent(msgspec.Struct, frozen=True, tag="value", kw_only=True):
     matched: str | int | None = None
     usage: Usage = Usage()
     logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
     choices: tuple[ChoiceScore, ...] = ()
     latency_s: float = 0.0
 

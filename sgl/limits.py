@@ -35,7 +35,25 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     max_stop_bytes: Annotated[
         int, Meta(ge=1, description="One stop string; also the most text a stream can hold back.")
     ] = 256
+    max_stop_regex_bytes: Annotated[int, Meta(ge=1, description="One stop pattern.")] = 1024
+    max_stop_regex_s: Annotated[
+        float, Meta(gt=0, description="CPU time that the stop patterns of one generation take in all; then it fails.")
+    ] = 1.0
+    max_stop_token_ids: Annotated[int, Meta(ge=0, description="Stop token ids of one generation.")] = 1024
+    max_logit_bias: Annotated[
+        int, Meta(ge=0, description="Biased token ids; each is written for every token drawn.")
+    ] = 1024
+    max_custom_params_bytes: Annotated[int, Meta(ge=0, description="JSON text handed to a custom logit processor.")] = (
+        64 * 2**10
+    )
+    max_n: Annotated[int, Meta(ge=1, description="Samples drawn from one prompt; each is a sequence.")] = 16
     max_logprobs: Annotated[int, Meta(ge=0, description="Top log-probabilities per position.")] = 20
+    max_logprob_ids: Annotated[
+        int, Meta(ge=0, description="Token ids whose log-probabilities are returned at every position.")
+    ] = 256
+    max_logit_rows: Annotated[
+        int, Meta(ge=1, description="Scored positions in one step; each costs a row of the vocabulary, 200 KB of it.")
+    ] = 128
     max_choices: Annotated[int, Meta(ge=1, description="Options of one select; each is a scored sequence.")] = 1024
     max_schema_bytes: Annotated[int, Meta(ge=1, description="JSON schema, regex or grammar text.")] = 64 * 2**10
     max_compile_s: Annotated[float, Meta(gt=0, description="Compiling one constraint.")] = 2.0
@@ -46,6 +64,12 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     max_fork: Annotated[
         int, Meta(ge=1, description="Children of one fork; each costs a few kilobytes on the host.")
     ] = 10_000
+    max_prompts: Annotated[
+        int, Meta(ge=1, description="Sequences of one `generate` call (prompts times n), half of the queue.")
+    ] = 50_000
+    max_call_tokens: Annotated[
+        int, Meta(ge=1, description="Prompt tokens of one `generate` call; text counts its bytes, which are more.")
+    ] = 2**26
     max_queue: Annotated[
         int, Meta(ge=1, description="Sequences waiting for their first step; more are refused with `queue_full`.")
     ] = 100_000
