@@ -1,7 +1,8 @@
 """Configuration: what the user gave, what was found, what was resolved, and why.
 
-Owns three types and one pure function between them: `resolve(config, facts) -> ResolvedConfig`. Nothing reads the
-environment or the machine below this line; `sgl doctor` and `server_info` print the reasons.
+Owns the types and one pure function between them: `resolve(config, facts) -> ResolvedConfig`. Nothing reads the
+environment or the machine below this line; `sgl doctor` and `server_info` print the reasons. What changes afterwards is
+a `RuntimeOverride` (see `runtime.overrides`), never a hidden write.
 """
 
 from __future__ import annotations
@@ -158,6 +159,22 @@ def config_from_mapping(given: Mapping[str, Any]) -> EngineConfig:
         raise ConfigError(f"engine options: {error}") from None
 
 
+class RuntimeOverride(msgspec.Struct, frozen=True, kw_only=True):
+    """One change to a running engine: what `resolve` decided stays as it was, and this says what holds now.
+
+    Attributes:
+        field, value, was: what was changed, to what, from what.
+        why: the reason that the caller gave.
+        at: seconds since the epoch.
+    """
+
+    field: str
+    value: Any
+    was: Any
+    why: str
+    at: float
+
+
 class Facts(msgspec.Struct, frozen=True, kw_only=True):
     """What was found: the machine and the model. Gathered by the worker, invented by tests.
 
@@ -223,6 +240,7 @@ class ResolvedConfig(msgspec.Struct, frozen=True, kw_only=True):
     radix_eviction_policy: EvictionPolicyName = "program"
     radix_eviction_policy_config: dict[str, int] = {}
     max_pinned_tokens: int = 0
+    facts: Facts | None = None
     memory: MemoryPlan | None = None
     reasons: tuple[Reason, ...] = ()
 
@@ -288,6 +306,7 @@ def resolve(config: EngineConfig, facts: Facts) -> ResolvedConfig:
         preemption_threshold=None
         if config.disable_priority_preemption
         else config.priority_scheduling_preemption_threshold,
+        facts=facts,
         memory=memory,
         reasons=tuple(reasons),
     )

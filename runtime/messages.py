@@ -16,6 +16,7 @@ import msgspec
 
 from sgl.errors import ErrorInfo, InternalError, InvalidParameter
 from sgl.lang.graph import PROTOCOL, Event, Graph, ProgramOptions, StateText
+from sgl.runtime.config import RuntimeOverride
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
@@ -67,11 +68,19 @@ class FlushCache(msgspec.Struct, frozen=True, tag="flush_cache"):
     request: int
 
 
+class Override(msgspec.Struct, frozen=True, tag="override"):
+    """Change fields of the running engine, all or none, between two steps; answered by `OverrideReply`."""
+
+    request: int
+    changes: dict[str, Any]
+    why: str
+
+
 class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
     """Cancel everything and exit with status 0."""
 
 
-ToWorker: TypeAlias = Hello | Submit | ReadState | Cancel | GetStats | Ping | FlushCache | Shutdown
+ToWorker: TypeAlias = Hello | Submit | ReadState | Cancel | GetStats | Ping | FlushCache | Override | Shutdown
 
 
 class Refused(msgspec.Struct, frozen=True):
@@ -130,6 +139,22 @@ class Pong(msgspec.Struct, frozen=True, tag="pong"):
     stalled_s: float
 
 
+class OverrideReply(msgspec.Struct, frozen=True, tag="override_reply"):
+    """Answer to `Override`: what it changed; or why it was refused."""
+
+    request: int
+    overrides: tuple[RuntimeOverride, ...] = ()
+    error: ErrorInfo | None = None
+
+
+class Log(msgspec.Struct, frozen=True, tag="log"):
+    """A log record of the worker: level as in `logging`, name of its logger, text with its traceback if any."""
+
+    level: int
+    logger: str
+    text: str
+
+
 class FlushReply(msgspec.Struct, frozen=True, tag="flush_reply"):
     """Answer to `FlushCache`: pages that became free."""
 
@@ -137,7 +162,9 @@ class FlushReply(msgspec.Struct, frozen=True, tag="flush_reply"):
     pages: int
 
 
-ToClient: TypeAlias = Progress | Ready | Failed | Events | StateReply | StatsReply | Pong | FlushReply
+ToClient: TypeAlias = (
+    Progress | Ready | Failed | Events | StateReply | StatsReply | Pong | OverrideReply | Log | FlushReply
+)
 
 _encoder = msgspec.msgpack.Encoder()
 _to_worker = msgspec.msgpack.Decoder(ToWorker)
