@@ -36,13 +36,17 @@ from sgl import environment
 from sgl.errors import EngineDead, SglError
 from sgl.lang.graph import DoneEvent, Event, FailedEvent, StateText
 from sgl.runtime import rendezvous, watchdog
+from sgl.runtime.config import RuntimeOverride
 from sgl.runtime.failures import internal_error
+from sgl.runtime.logs import deliver
 from sgl.runtime.messages import (
     Cancel,
     Events,
     Failed,
     FlushReply,
     Hello,
+    Log,
+    OverrideReply,
     Ping,
     Pong,
     Progress,
@@ -337,6 +341,13 @@ class WorkerClient:
                 self._answer(message.request, message, None)
             case FlushReply():
                 self._answer(message.request, message.pages, None)
+            case OverrideReply():
+                if message.overrides:
+                    known = [*self.info.get("overrides", ()), *msgspec.to_builtins(message.overrides)]
+                    self.info = {**self.info, "overrides": known}
+                self._answer(message.request, message.overrides, message.error)
+            case Log():
+                deliver(message)
             case Progress():
                 if self._on_progress is not None:
                     try:
@@ -349,7 +360,12 @@ class WorkerClient:
             case Failed():
                 self._fail_all(SglError.from_info(message.error))
 
-    def _answer(self, request: int, result: StateText | Pong | dict[str, Any] | int | None, error: Any) -> None:
+    def _answer(
+        self,
+        request: int,
+        result: StateText | Pong | tuple[RuntimeOverride, ...] | dict[str, Any] | int | None,
+        error: Any,
+    ) -> None:
         with self._lock:
             future = self._futures.pop(request, None)
         if future is None:
@@ -404,9 +420,12 @@ def live_clients() -> list[WorkerClient]:
 
 
 def close_all() -> None:
-    """Close every engine; runs at exit (see `sgl.__init__`)."""
+    """Close every engine; runs at exit (see `sgl.__init__`). An interrupt shortens it, and is not told any more."""
     for client in live_clients():
-        client.close()
+        try:
+            client.close()
+        except (KeyboardInterrupt, SystemExit):
+            continue  # this one is closed, and the process is ending already
 
 
 def _leave_to_parent() -> None:

@@ -33,6 +33,7 @@ from sgl.runtime.scheduler import Scheduler
 from sgl.runtime.sequence import Request
 from sgl.runtime.stats import Stats
 from sgl.runtime.text.tokenizer import Tokenizer
+from sgl.runtime.trace import Tracer
 
 _MAX_FAILED_STEPS = 3
 
@@ -62,6 +63,7 @@ class EngineCore:
         clock: seconds.
         wake: called from an executor's thread when a job is done.
         faults: what to make fail, in tests.
+        tracer: writes the step timeline.
     """
 
     def __init__(
@@ -77,20 +79,22 @@ class EngineCore:
         wake: Callable[[], None] = lambda: None,
         limits: Limits = DEFAULT_LIMITS,
         faults: FaultPoints | None = None,
+        tracer: Tracer | None = None,
     ) -> None:
         self.epoch = uuid.uuid4().hex
         self.config = config
         self.limits = limits
         self.tokenizer = tokenizer
         self.stats = Stats()
-        self.scheduler = Scheduler(config, self.stats, limits)
+        self.scheduler = Scheduler(config, self.stats, limits, on_end=tracer.ended if tracer is not None else None)
         self.compiler = GrammarCompiler(
             tokenizer.to_json(), tokenizer.vocab_size, sorted(tokenizer.eos_ids), limits=limits
         )
         self.now = clock
         self.faults = faults
-        self._runner = runner
-        self._sampler = sampler
+        self.tracer = tracer
+        self._forward = runner.forward if tracer is None else tracer.timed(runner.forward)
+        self._sample = sampler.sample if tracer is None else tracer.timed(sampler.sample)
         self._emit = emit
         self._executor = executor
         self._wake = wake
@@ -157,16 +161,18 @@ class EngineCore:
         if not plan.chunks:
             return False
         try:
-            logits = self._runner.forward(plan)
+            logits = self._forward(plan)
             if self.faults is not None:
                 logits = self.faults.forward(plan, logits, [self._name_of(chunk.sequence) for chunk in plan.chunks])
-            result = self._sampler.sample(plan, logits)
+            result = self._sample(plan, logits)
             touched = self.scheduler.process(plan, result)
         except Exception as error:  # noqa: BLE001 - whatever a model or kernel raises must not end the other programs
             self._fail_step(plan, error)
             return True
         self._failed_steps = 0
         self._moved_at = self.now()
+        if self.tracer is not None:
+            self.tracer.step(plan, touched, self.snapshot())
         for request in touched:
             run = self._watchers.get(request.sequence.id)
             if run is not None:
@@ -252,6 +258,11 @@ class EngineCore:
         """Of the program that has a request on `sequence`."""
         run = self._watchers.get(sequence)
         return run.options.name if run is not None else ""
+
+    def apply(self, config: ResolvedConfig, limits: Limits) -> None:
+        """Go on with other sizes of a step and other bounds; the pool and the model stay what they are."""
+        self.config = self.scheduler.config = config
+        self.limits = self.scheduler.limits = limits
 
     # --- views ---
 

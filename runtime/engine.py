@@ -18,6 +18,7 @@ from typing import Any
 
 import msgspec
 
+from sgl.environment import with_environment
 from sgl.errors import EmptyPrompt, EngineDead, InternalError, InvalidParameter, SglError, Unsupported
 from sgl.grammars.spec import Constraint, JsonSchema, Regex, canonical_schema
 from sgl.lang.graph import (
@@ -38,8 +39,9 @@ from sgl.lang.graph import (
     sampling_from_mapping,
 )
 from sgl.runtime.client import EventSink, Health, WorkerClient
-from sgl.runtime.config import EngineConfig, config_from_mapping
-from sgl.runtime.messages import Cancel, FlushCache, GetStats, ReadState, Submit
+from sgl.runtime.config import EngineConfig, RuntimeOverride, config_from_mapping
+from sgl.runtime.loading.sources import check_model
+from sgl.runtime.messages import Cancel, FlushCache, GetStats, Override, ReadState, Submit
 
 Prompt = str | Sequence[int]
 Output = dict[str, Any]
@@ -67,7 +69,8 @@ class Engine:
         given = dict(fields)
         if model_path is not None:
             given["model_path"] = model_path
-        self.config: EngineConfig = config_from_mapping(given)
+        self.config: EngineConfig = config_from_mapping(with_environment(given, EngineConfig))
+        check_model(self.config.model_path, load_format=self.config.load_format, revision=self.config.revision)
         self._client = WorkerClient(msgspec.to_builtins(self.config), _progress_display())
 
     # --- as a backend of the language ---
@@ -82,8 +85,27 @@ class Engine:
         return True
 
     def server_info(self) -> Mapping[str, Any]:
-        """The model, and what was resolved with the reasons."""
+        """The model, what was resolved with the reasons and the memory plan, and what was overridden since."""
         return self._client.info
+
+    def override(self, *, why: str, **fields: Any) -> tuple[RuntimeOverride, ...]:
+        """Change the running engine, all of `fields` or none; `server_info()` and `stats()` show what was changed.
+
+        Args:
+            why: the reason, for the record.
+            fields: of `max_running_requests`, `chunked_prefill_size`, `max_queue`, `max_queue_s`, `log_level`.
+
+        Raises:
+            ConfigError: another field, a wrong value, or a step for which there is no memory.
+
+        Example:
+            >>> with Engine(model_path="dummy") as engine:
+            ...     (record,) = engine.override(chunked_prefill_size=64, why="shorter steps")
+            ...     record.was, engine.server_info()["overrides"][0]["why"]
+            (512, 'shorter steps')
+        """
+        records: tuple[RuntimeOverride, ...] = self._client.ask(lambda request: Override(request, fields, why)).result()
+        return records
 
     def shutdown(self) -> None:
         """End the worker. Open programs fail with `EngineDead`. Idempotent."""

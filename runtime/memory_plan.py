@@ -20,7 +20,7 @@ from sgl.errors import ConfigError
 from sgl.kernels.workspace import decode_attention_bytes, prefill_attention_bytes
 
 if TYPE_CHECKING:
-    from sgl.runtime.config import EngineConfig, Facts
+    from sgl.runtime.config import EngineConfig, Facts, ResolvedConfig
 
 MiB = 2**20
 GiB = 2**30
@@ -129,6 +129,18 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
     max_running_requests: int
     chunked_prefill_size: int
 
+    @classmethod
+    def of(cls, config: ResolvedConfig) -> Sizes:
+        """Of an engine that runs."""
+        return cls(
+            device=config.device,
+            dtype=config.dtype,
+            context_len=config.context_len,
+            pool_tokens=config.pool_tokens,
+            max_running_requests=config.max_running_requests,
+            chunked_prefill_size=config.chunked_prefill_size,
+        )
+
 
 def size_text(number: int) -> str:
     """Bytes for people, in binary units.
@@ -194,11 +206,11 @@ def fit_pool(
         sized = msgspec.structs.replace(sizes, pool_tokens=tokens)
         return sized, plan_memory(sized, facts, static_share)
 
-    tokens = _largest(least, most, lambda tokens: with_pool(tokens)[1].fits)
+    tokens = largest(least, most, lambda tokens: with_pool(tokens)[1].fits)
     return with_pool(least if tokens is None else tokens)
 
 
-def _largest(least: int, most: int, works: Callable[[int], bool]) -> int | None:
+def largest(least: int, most: int, works: Callable[[int], bool]) -> int | None:
     """The largest number between the two that works, given that everything below a working one works."""
     if least > most or not works(least):
         return None
@@ -236,12 +248,12 @@ def _attention(sizes: Sizes, facts: Facts) -> MemoryItem:
     prefill = prefill_attention_bytes(
         sizes.chunked_prefill_size, context, facts.num_heads, facts.num_kv_heads, facts.head_dim, each
     )
-    rows = min(sizes.max_running_requests, sizes.chunked_prefill_size)
+    rows = sizes.chunked_prefill_size  # options of selects come as single tokens, too, and are not counted as running
     decode = decode_attention_bytes(rows, context, facts.num_kv_heads, facts.head_dim, each)
     if prefill >= decode:
         why = f"{sizes.chunked_prefill_size} tokens looking at {context}: keys and values gathered, and the mask"
     else:
-        why = f"{rows} sequences looking at {context} tokens each: keys and values gathered"
+        why = f"{rows} single tokens looking at {context} each: keys and values gathered in groups, and slot numbers"
     return MemoryItem("attention", max(prefill, decode), "serving", why)
 
 
@@ -328,7 +340,7 @@ def _changes(
                 yield "dtype", "bfloat16"
             continue
         least = max(_LEAST_USEFUL[field], config.page_size if field == "max_total_tokens" else 1)
-        found = _largest(least, now[field] - 1, lambda value, field=field: works(changed(field, value)))  # type: ignore[misc]
+        found = largest(least, now[field] - 1, lambda value, field=field: works(changed(field, value)))  # type: ignore[misc]
         if found is not None:
             yield field, _rounded(found, least)
 

@@ -31,10 +31,11 @@ from sgl import environment
 from sgl.errors import ConfigError, InternalError, InvalidParameter, SglError, UnsupportedModel
 from sgl.lang.graph import PROTOCOL, Event, FailedEvent, StateText
 from sgl.runtime import rendezvous
-from sgl.runtime.config import EngineConfig, config_from_mapping, resolve
+from sgl.runtime.config import EngineConfig, RuntimeOverride, config_from_mapping, resolve
 from sgl.runtime.core import EngineCore
 from sgl.runtime.failures import internal_error
 from sgl.runtime.faults import SWITCH, parse_faults
+from sgl.runtime.logs import forward_worker_logs, set_worker_level
 from sgl.runtime.messages import (
     Cancel,
     Events,
@@ -43,6 +44,8 @@ from sgl.runtime.messages import (
     FlushReply,
     GetStats,
     Hello,
+    Override,
+    OverrideReply,
     Ping,
     Pong,
     Progress,
@@ -57,6 +60,7 @@ from sgl.runtime.messages import (
     pack,
     unpack_to_worker,
 )
+from sgl.runtime.overrides import Settings, override
 from sgl.runtime.text.tokenizer import Tokenizer
 from sgl.runtime.trace import Tracer
 from sgl.runtime.watchdog import Watchdog
@@ -82,6 +86,7 @@ class Worker:
         self._socket = socket
         self._stacks = stacks
         self._message_log: FileIO | None = None
+        self._overrides: list[RuntimeOverride] = []
         self._events: list[tuple[int, Event]] = []
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_read, False)
@@ -96,7 +101,6 @@ class Worker:
             raise InternalError(f"the client does not speak protocol {PROTOCOL}")
         config = config_from_mapping(hello.config)
         self._watchdog = Watchdog(config.watchdog_timeout, self._stacks)
-        self._watchdog.busy()
         self._core, info = self._start(config)
         self._send(Ready(epoch=self._core.epoch, info=info))
         while True:
@@ -107,6 +111,7 @@ class Worker:
                 self._poller.poll(self._idle_timeout())
             self._watchdog.busy()
             self._drain_wakes()
+            self._flush_logs()
             while self._socket.poll(0):
                 if not self._handle(self._socket.recv()):
                     return
@@ -116,16 +121,31 @@ class Worker:
     def _start(self, config: EngineConfig) -> tuple[EngineCore, dict[str, Any]]:
         if config.message_log is not None:
             self._message_log = _open_log(config.message_log)
-        logging.getLogger("sgl").setLevel(config.log_level.upper())
-        return build_core(
+        self._logs = forward_worker_logs(config.log_level, self._on_log)
+        core, info = build_core(
             config,
             emit=lambda program, event: self._events.append((program, event)),
             executor=ThreadPoolExecutor(_JOB_THREADS, thread_name_prefix="sgl-jobs"),
             wake=self._wake,
             progress=self._progress,
         )
+        self._settings = Settings(config=core.config, limits=core.limits, log_level=config.log_level)
+        return core, info
+
+    def _on_log(self) -> None:
+        """A record came in. The socket belongs to the main thread."""
+        if threading.current_thread() is threading.main_thread():
+            self._flush_logs()
+        else:
+            self._wake()
+
+    def _flush_logs(self) -> None:
+        for record in self._logs.drain():
+            self._send(record)
 
     def _progress(self, text: str) -> None:
+        """A phase of starting begins, and has the watchdog's whole time."""
+        self._watchdog.idle()
         self._watchdog.busy()
         self._send(Progress(text))
 
@@ -170,12 +190,14 @@ class Worker:
                 self._send(
                     StatsReply(
                         request=message.request,
-                        stats=stats.as_dict(),
+                        stats={**stats.as_dict(), "overrides": msgspec.to_builtins(self._overrides)},
                         error=broken.to_info() if broken is not None else None,
                     )
                 )
             case Ping():
                 self._send(Pong(request=message.request, stalled_s=core.stalled_s))
+            case Override():
+                self._send(self._override(message))
             case FlushCache():
                 self._send(FlushReply(request=message.request, pages=core.flush_cache()))
             case Shutdown():
@@ -189,6 +211,20 @@ class Worker:
             case Hello():
                 raise InternalError("the client said hello twice")
         return True
+
+    def _override(self, message: Override) -> OverrideReply:
+        """Change the running engine, or say why not. Called between two steps."""
+        try:
+            settings, records = override(self._settings, message.changes, why=message.why, at=time.time())
+        except ConfigError as error:
+            return OverrideReply(request=message.request, error=error.to_info())
+        self._settings = settings
+        self._core.apply(settings.config, settings.limits)
+        set_worker_level(settings.log_level)
+        self._overrides.extend(records)
+        for record in records:
+            log.info("%s is %r now, was %r: %s", record.field, record.value, record.was, record.why)
+        return OverrideReply(request=message.request, overrides=records)
 
     def _refuse(self, message: Refused) -> None:
         """Fail the program that a message was for, whether it was open already or should have been opened by it."""
@@ -249,29 +285,37 @@ def build_core(
 
     # Imported here: torch takes seconds, and a wrong option is told before.
     from sgl.runtime.loading.checkpoint import open_checkpoint
-    from sgl.runtime.loading.facts import gather_facts
     from sgl.runtime.loading.sources import locate
     from sgl.runtime.model_runner import ModelRunner
     from sgl.runtime.sampler import Sampler
+
+    progress(f"opening {config.model_path}")
 
     def downloading(done: int, total: int | None) -> None:
         whole = f" of {total / 2**20:.0f}" if total else ""
         progress(f"fetching {config.model_path}: {done / 2**20:.0f}{whole} MiB")
 
-    source = locate(config.model_path, load_format=config.load_format, offline=config.offline, progress=downloading)
-    checkpoint = open_checkpoint(source)
+    source = locate(
+        config.model_path,
+        load_format=config.load_format,
+        offline=config.offline,
+        revision=config.revision,
+        progress=downloading,
+    )
+    checkpoint = open_checkpoint(source, config.json_model_override_args)
     tokenizer = _tokenizer_of(checkpoint, config.tokenizer_path)
     if tokenizer.vocab_size > checkpoint.config.vocab_size:
         raise UnsupportedModel(
             f"the tokenizer has {tokenizer.vocab_size} ids and the model {checkpoint.config.vocab_size}",
             hint="give the tokenizer that belongs to the model",
         )
-    resolved = resolve(config, gather_facts(checkpoint.config))
-    progress(
-        f"loading {source.name}: {resolved.weights_bytes / 2**20:.0f} MiB of weights, "
-        f"{resolved.pool_tokens * resolved.kv_bytes_per_token / 2**20:.0f} MiB for {resolved.pool_tokens} tokens"
+    resolved = resolve(config, checkpoint.facts())
+    if resolved.memory is not None:
+        progress(f"loading {source.name}: {resolved.memory.summary()}")
+        log.info("memory plan of %s: %s", source.name, resolved.memory.summary())
+    model = checkpoint.build_model(
+        resolved.dtype, resolved.device, deterministic=resolved.deterministic, context_len=resolved.context_len
     )
-    model = checkpoint.build_model(resolved.dtype, resolved.device, deterministic=resolved.deterministic)
     runner = ModelRunner(model, checkpoint.config, resolved)
     sampler = Sampler(tokenizer.vocab_size)
     tracer = Tracer(config.trace_file, time.monotonic) if config.trace_file is not None else None
@@ -284,6 +328,7 @@ def build_core(
         "architecture": checkpoint.config.architecture,
         "vocab_size": tokenizer.vocab_size,
         "resolved": msgspec.to_builtins(resolved),
+        "overrides": [],
     }
     return core, info
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import functools
 import importlib
+import logging
 import sys
 import threading
 from typing import TYPE_CHECKING, Any
@@ -47,6 +48,8 @@ if TYPE_CHECKING:
     from sgl.runtime.engine import Engine
 
 __version__ = "0.1.0"
+
+logging.getLogger("sgl").addHandler(logging.NullHandler())  # silent until the user listens (see sgl.runtime.logs)
 
 _HOME = {
     "sgl.lang.choices": (
