@@ -79,9 +79,9 @@ def memory_limits(root: Path = _ROOT) -> tuple[MemoryLimit, ...]:
     return tuple(MemoryLimit(limit.source, max(limit.bytes, 0) + held) for limit in free)
 
 
-def held_bytes(root: Path = _ROOT) -> int:
-    """What this process holds now and could not give back: anonymous and shared pages."""
-    status = _table(root / "proc/self/status")
+def held_bytes(root: Path = _ROOT, pid: str = "self") -> int:
+    """What a process holds now and could not give back: anonymous and shared pages. 0 when it is gone."""
+    status = _table(root / "proc" / pid / "status")
     return status.get("RssAnon", 0) + status.get("RssShmem", 0)
 
 

@@ -181,7 +181,8 @@ def test_one_module_reads_the_environment() -> None:
 
 
 @pytest.mark.parametrize(
-    "source", ["import os\nos.environ['X']", "from os import environ", "import os\nx = {**os.environ}", "os.getenv('X')"]
+    "source",
+    ["import os\nos.environ['X']", "from os import environ", "import os\nx = {**os.environ}", "os.getenv('X')"],
 )
 def test_a_reader_is_caught(source: str) -> None:
     assert reads(source)
