@@ -1,4 +1,4 @@
-"""Log records: loggers below `sgl`, a worker's records at the user's handlers or on standard error, the root untouched."""
+"""Log records: below `sgl`, a worker's at the user's handlers or on standard error, and the root logger untouched."""
 
 from __future__ import annotations
 
