@@ -7,12 +7,14 @@ shapes of SGLang's offline engine. Everything that computes is in the worker; th
 from __future__ import annotations
 
 import asyncio
+import shutil
 import sys
 import threading
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from queue import SimpleQueue
 from typing import Any
 
@@ -71,7 +73,11 @@ class Engine:
             given["model_path"] = model_path
         self.config: EngineConfig = config_from_mapping(with_environment(given, EngineConfig))
         check_model(self.config.model_path, load_format=self.config.load_format, revision=self.config.revision)
-        self._client = WorkerClient(msgspec.to_builtins(self.config), _progress_display())
+        progress = _progress_display()
+        self._client = WorkerClient(msgspec.to_builtins(self.config), progress)
+        if progress is not None:
+            with suppress(OSError):  # the terminal is gone; the engine is not
+                progress("")
 
     # --- as a backend of the language ---
 
@@ -462,12 +468,15 @@ def _constraint(fields: dict[str, Any]) -> Constraint | None:
 
 
 def _progress_display() -> Callable[[str], None] | None:
-    """Shows start-up phases on a terminal; quiet elsewhere."""
+    """Shows start-up phases on a terminal, each in place of the one before; quiet elsewhere. What is longer than a
+    line, as the memory plan is, stays. An empty text clears the line."""
     if not sys.stderr.isatty():
         return None
+    columns = shutil.get_terminal_size().columns
 
     def show(text: str) -> None:
-        sys.stderr.write(f"\r\x1b[2Ksgl: {text}")
+        line = f"sgl: {text}" if text else ""
+        sys.stderr.write(f"\r\x1b[2K{line}" + ("\n" if len(line) >= columns else ""))
         sys.stderr.flush()
 
     return show

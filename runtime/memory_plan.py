@@ -171,7 +171,7 @@ def plan_memory(sizes: Sizes, facts: Facts, static_share: float | None = None) -
             "weights",
             weights_bytes(facts, sizes.dtype),
             "always",
-            f"{facts.num_parameters / 1e6:.0f} million parameters in {sizes.dtype}",
+            f"{facts.num_parameters / 1e6:.1f} million parameters in {sizes.dtype}",
         ),
         _base(facts, cuda=cuda),
         MemoryItem(
