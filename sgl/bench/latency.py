@@ -8,10 +8,6 @@ pseudo-random token ids from a fixed seed, all different, so that the prefix cac
 from __future__ import annotations
 
 import platform
-import random
-import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
 from importlib.metadata import version
@@ -20,20 +16,13 @@ from typing import Any
 import msgspec
 
 import sgl
+from sgl.bench.prompts import Prompts
+from sgl.bench.samples import Sampled, import_seconds, measure
 from sgl.errors import InvalidParameter
 from sgl.runtime.engine import Engine
 
 PROMPT_LEN = 32
 """Tokens of each prompt in the decode measurement."""
-
-
-class Sampled(msgspec.Struct, frozen=True, kw_only=True):
-    """One measurement. `median` is of `samples`, in `unit`."""
-
-    what: str
-    unit: str
-    median: float
-    samples: tuple[float, ...]
 
 
 class LatencyReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,43 +35,12 @@ class LatencyReport(msgspec.Struct, frozen=True, kw_only=True):
     measured: tuple[Sampled, ...]
 
 
-def measure(what: str, unit: str, repeats: int, once: Callable[[], float]) -> Sampled:
-    """`once()` repeated; a longer list of samples says more than an average.
-
-    Example:
-        >>> values = iter([3.0, 1.0, 2.0])
-        >>> measure("x", "s", 3, lambda: next(values)).median
-        2.0
-    """
-    samples = tuple(once() for _ in range(repeats))
-    return Sampled(what=what, unit=unit, median=statistics.median(samples), samples=samples)
-
-
-def import_seconds() -> float:
-    """`import sgl` in a fresh interpreter, without the interpreter's own start."""
-    code = "import time; start = time.perf_counter(); import sgl; print(time.perf_counter() - start)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    return float(done.stdout)
-
-
 def start_seconds(fields: Mapping[str, Any]) -> float:
     """From nothing to the first token of an engine of its own (weights are in the cache by then)."""
     start = time.perf_counter()
     with Engine(**fields) as engine:
         engine.generate("Hello", {"max_new_tokens": 1, "temperature": 0})
         return time.perf_counter() - start
-
-
-class Prompts:
-    """Distinct prompts of token ids below `high`. Deterministic."""
-
-    def __init__(self, high: int, seed: int = 0) -> None:
-        self._random = random.Random(seed)
-        self._high = high
-
-    def take(self, count: int, length: int) -> list[list[int]]:
-        """`count` prompts of `length` tokens."""
-        return [[self._random.randrange(3, self._high) for _ in range(length)] for _ in range(count)]
 
 
 def generate_seconds(engine: Engine, prompts: list[list[int]], new_tokens: int) -> float:

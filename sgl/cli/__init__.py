@@ -1,8 +1,8 @@
 """The command line: `sgl run | pull | list | doctor | bench`.
 
-Owns the commands and their flags; the work is done by `sgl.cli.program`, `sgl.doctor`, `sgl.bench` and the loader. What
-is heavy is imported inside a command, so that `sgl --help` answers at once. Exit status: 0, 1 for a failure (one
-message, no traceback), 2 for a wrong command line, 130 after Ctrl-C.
+Owns the commands and their flags (those of `bench` are in `sgl.cli.bench`); the work is done by `sgl.cli.program`,
+`sgl.doctor`, `sgl.bench` and the loader. What is heavy is imported inside a command, so that `sgl --help` answers at
+once. Exit status: 0, 1 for a failure (one message, no traceback), 2 for a wrong command line, 130 after Ctrl-C.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import msgspec
 import typer
 
 import sgl
+from sgl.cli.bench import bench
 from sgl.cli.console import FAILED, Json, bytes_text, download_bar, guarded, say, show_json, show_table
 from sgl.cli.options import engine_options
 from sgl.runtime.config import EngineConfig, config_from_mapping
@@ -27,9 +28,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
-)
-bench = typer.Typer(
-    help="Measure this machine.", no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False
 )
 app.add_typer(bench, name="bench")
 
@@ -154,36 +152,6 @@ def doctor(*, as_json: Json = False, engine: dict[str, Any]) -> None:
         show_report(report)
     if report.model.error is not None:
         raise typer.Exit(FAILED)
-
-
-@bench.command()
-@guarded
-@engine_options
-def latency(
-    *,
-    as_json: Json = False,
-    repeats: Annotated[int, typer.Option(min=1, help="Samples of each measurement.")] = 3,
-    engine: dict[str, Any],
-) -> None:
-    """Import, engine start, prefill and decode speed. Nothing is compared with a target."""
-    from sgl.bench.latency import run as measure
-
-    config = config_from_mapping(engine)
-    with download_bar(f"Fetching {config.model_path}") as progress:
-        locate(config.model_path, load_format=config.load_format, offline=config.offline, progress=progress)
-    report = measure(engine, repeats=repeats, progress=lambda what: say(f"measuring: {what}"))
-    if as_json:
-        show_json(report)
-        return
-    print(f"model {report.model}", *(f"{name} {value}" for name, value in report.engine.items()), sep=", ")
-    print(*(f"{name} {version}" for name, version in report.versions.items()), sep=", ")
-    show_table(
-        ("MEASURED", "MEDIAN", "UNIT", "SAMPLES"),
-        [
-            (row.what, f"{row.median:.3g}", row.unit, " ".join(f"{sample:.3g}" for sample in row.samples))
-            for row in report.measured
-        ],
-    )
 
 
 def main(argv: Sequence[str] | None = None) -> None:
