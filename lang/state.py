@@ -140,6 +140,7 @@ class ProgramState:
                     method=other.method,
                     temperature=other.temperature,
                     seed=other.seed,
+                    all_scores=other.all_scores,
                 )
                 self._capture(node, Capture(name, self._branch, location, None, False))
             case RoleExpr():
@@ -279,7 +280,7 @@ class ProgramState:
         return self._meta(self._variable(name), name)
 
     def probabilities(self, name: str) -> dict[str, float]:
-        """Of a select: each option with its probability. Waits."""
+        """Of a select: each option with its probability (0 for what `all_scores=False` did not compute). Waits."""
         meta = self.get_meta_info(name)
         if not isinstance(meta, dict) or "probabilities" not in meta:
             raise InvalidProgram(f"{name!r} is not a select", hint="only selects have probabilities of options")
@@ -586,6 +587,8 @@ def meta_info(event: ValueEvent) -> dict[str, Any]:
         scores = event.choices
         info["probabilities"] = {score.choice: score.probability for score in scores}
         info["scores"] = {score.choice: score.score for score in scores}
+        if not all(score.complete for score in scores):
+            info["bounds"] = [score.choice for score in scores if not score.complete]
         info["normalized_prompt_logprobs"] = [
             sum(score.logprobs) / len(score.logprobs) if score.logprobs else 0.0 for score in scores
         ]

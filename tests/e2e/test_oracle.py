@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.oracle import transformers_smollm2
 
 from sgl.lang.graph import Sampling
 from sgl.runtime.config import EngineConfig, resolve
@@ -56,20 +57,8 @@ def loaded() -> Loaded:
 
 
 @pytest.fixture(scope="module")
-def reference(loaded: Loaded) -> Any:
-    from transformers import LlamaConfig, LlamaForCausalLM
-    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
-
-    # What from_pretrained(gguf_file=...) does, step by step: that itself insists on accelerate being installed.
-    with torch.device("meta"):  # only asked for the names of its parameters
-        named = LlamaForCausalLM(LlamaConfig(num_hidden_layers=loaded.runner.model_config.num_hidden_layers))
-    parsed = load_gguf_checkpoint(str(loaded.path), return_tensors=True, model_to_load=named)
-    model = LlamaForCausalLM(LlamaConfig.from_dict(parsed["config"]))
-    outcome = model.load_state_dict(parsed["tensors"], strict=False)
-    assert outcome.missing_keys == ["lm_head.weight"]
-    assert not outcome.unexpected_keys
-    model.tie_weights()
-    return model.eval()
+def reference() -> Any:
+    return transformers_smollm2()
 
 
 @pytest.fixture(scope="module")
