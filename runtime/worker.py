@@ -22,7 +22,7 @@ from collections.abc import Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
 from io import FileIO
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
 import msgspec
 import zmq
@@ -64,9 +64,6 @@ from sgl.runtime.overrides import Settings, override
 from sgl.runtime.text.tokenizer import Tokenizer
 from sgl.runtime.trace import Tracer
 from sgl.runtime.watchdog import Watchdog
-
-if TYPE_CHECKING:
-    from sgl.runtime.loading.checkpoint import Checkpoint
 
 _JOB_THREADS = 4
 """More than one, so that a constraint that compiles for seconds does not hold up the texts behind it."""
@@ -303,7 +300,8 @@ def build_core(
         progress=downloading,
     )
     checkpoint = open_checkpoint(source, config.json_model_override_args)
-    tokenizer = _tokenizer_of(checkpoint, config.tokenizer_path)
+    path = config.tokenizer_path
+    tokenizer = checkpoint.tokenizer() if path is None else Tokenizer.from_folder(path)
     if tokenizer.vocab_size > checkpoint.config.vocab_size:
         raise UnsupportedModel(
             f"the tokenizer has {tokenizer.vocab_size} ids and the model {checkpoint.config.vocab_size}",
@@ -340,17 +338,6 @@ def _open_log(path: str) -> FileIO:
         raise ConfigError(
             f"message_log {path!r} cannot be written: {error.strerror}", hint="name a file in a folder that exists"
         ) from None
-
-
-def _tokenizer_of(checkpoint: Checkpoint, tokenizer_path: str | None) -> Tokenizer:
-    """The tokenizer in a folder of its own, in the GGUF file, or beside the weights; bytes for the built-in shape."""
-    if tokenizer_path is not None:
-        return Tokenizer.from_folder(tokenizer_path)
-    if checkpoint.gguf_metadata is not None:
-        return Tokenizer.from_gguf(checkpoint.gguf_metadata)
-    if checkpoint.folder is not None:
-        return Tokenizer.from_folder(checkpoint.folder)
-    return Tokenizer.toy()
 
 
 def _exit_with_parent(pipe: int, folder: str) -> None:

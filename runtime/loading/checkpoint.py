@@ -1,7 +1,7 @@
 """One view of a checkpoint, whatever its form: shape, what the tokenizer needs, and the model with its weights.
 
 Owns the translation of `config.json` and GGUF metadata into `ModelConfig`, of tensor names into Hugging Face's, and
-the streaming of weights: one tensor at a time, so that the peak is the model plus its largest tensor in float32.
+the streaming of weights: a few tensors at a time, so that the peak is the model plus its largest tensors in float32.
 Called by the worker at start (and by `sgl doctor`, for the shape only). Importing it imports no torch.
 
 A model is only returned complete: every parameter filled exactly once, with its own shape; otherwise `CorruptModel`
@@ -10,7 +10,9 @@ names the tensors concerned.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +31,9 @@ from sgl.runtime.loading.shapes import (
     toy_config,
 )
 from sgl.runtime.loading.sources import ModelSource
+from sgl.runtime.loading.tokenizer_cache import gguf_tokenizer
 from sgl.runtime.models.registry import ModelConfig, model_class
+from sgl.runtime.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     import torch
@@ -52,6 +56,7 @@ _GGUF_NAMES = {
 _INDEX = "model.safetensors.index.json"
 _WEIGHT_DTYPES = ("torch.bfloat16", "torch.float16", "torch.float32", "torch.float64")
 """Types of numbers that mean what they say; an integer or an 8-bit float would need scales that are not there."""
+_DECODE_THREADS = 2
 _MAX_NAMED = 5
 """Tensors named in one error message."""
 
@@ -62,8 +67,8 @@ class Checkpoint:
     Attributes:
         source: where it was found.
         config: its shape.
-        gguf_metadata: metadata of a GGUF file, for `Tokenizer.from_gguf`; else `None`.
-        folder: the checkpoint folder, for `Tokenizer.from_folder`; else `None`. The toy model has neither.
+        gguf_metadata: metadata of a GGUF file; else `None`.
+        folder: the checkpoint folder; else `None`. The toy model has neither.
     """
 
     def __init__(
@@ -80,9 +85,19 @@ class Checkpoint:
         self._gguf = gguf
 
     @property
-    def gguf_metadata(self) -> dict[str, Any] | None:
+    def gguf_metadata(self) -> Mapping[str, Any] | None:
         """Metadata of the GGUF file, if it is one."""
         return None if self._gguf is None else self._gguf.metadata
+
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer in the GGUF file or beside the weights; bytes for the built-in shape.
+
+        Raises:
+            UnsupportedModel, CorruptModel: as `Tokenizer.from_gguf` and `Tokenizer.from_folder`.
+        """
+        if self._gguf is not None:
+            return gguf_tokenizer(self._gguf)
+        return Tokenizer.toy() if self.folder is None else Tokenizer.from_folder(self.folder)
 
     def facts(self) -> Facts:
         """Machine and model, for `runtime.config.resolve`."""
@@ -187,19 +202,33 @@ def _dummy_tensors(expected: dict[str, tuple[int, ...]]) -> Iterator[tuple[str, 
 def _gguf_tensors(file: GGUFFile, config: ModelConfig) -> Iterator[tuple[str, torch.Tensor]]:
     import torch
 
+    file.read_ahead()
+    names = [name for name in file.tensors if name not in GGUF_ROPE_TENSORS]
     heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
-    for name in file.tensors:
-        if name in GGUF_ROPE_TENSORS:
-            continue
+    for name, values in _decoded(file, names):
         stem, _, leaf = name.rpartition(".")
         prefix = ""
-        if stem.startswith("blk."):
+        if stem.startswith("blk.") and stem.count(".") > 1:
             _, layer, stem = stem.split(".", 2)
             prefix = f"model.layers.{layer}."
-        values = file.load(name)
         if stem in heads:
             values = _halves_layout(values, heads[stem])
         yield f"{prefix}{_GGUF_NAMES.get(stem, stem)}.{leaf}", torch.from_numpy(values)
+
+
+def _decoded(file: GGUFFile, names: list[str]) -> Iterator[tuple[str, Any]]:
+    """Tensors in order, decoded by a few threads that are at most as many tensors ahead: numpy works without the
+    interpreter's lock, and half of the time is the system's, handing out memory."""
+    with ThreadPoolExecutor(_DECODE_THREADS, thread_name_prefix="sgl-decode") as pool:
+        ahead: deque[tuple[str, Future[Any]]] = deque()
+        for name in names:
+            ahead.append((name, pool.submit(file.load, name)))
+            if len(ahead) > _DECODE_THREADS:
+                ready, values = ahead.popleft()
+                yield ready, values.result()
+        while ahead:
+            ready, values = ahead.popleft()
+            yield ready, values.result()
 
 
 def _halves_layout(values: Any, num_heads: int) -> Any:

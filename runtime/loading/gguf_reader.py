@@ -1,17 +1,20 @@
 """GGUF files: header, metadata and tensors, bounds-checked.
 
-Owns the reading of the container (versions 2 and 3, little-endian) from a memory map, fast enough for vocabularies of
-100,000 tokens; the arithmetic of quantized types is the `gguf` package's. Called by `checkpoint`. Every count, length
-and offset is checked against the file before it is followed, so a truncated or hostile file raises `CorruptModel` and
-never reads outside itself or allocates what it does not hold.
+Owns the reading of the container (versions 2 and 3, little-endian) from a memory map. Lists of strings (a vocabulary
+has 100,000) are checked when the file is opened and decoded when they are first asked for. The arithmetic of quantized
+types is the `gguf` package's; the three plainest have a faster form here, equal to the bit. Called by `checkpoint`.
+
+Every count, length and offset is checked against the file before it is followed, so a truncated or hostile file raises
+`CorruptModel` and never reads outside itself or allocates what it does not hold.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
 import mmap
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +32,8 @@ _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: 
 _MAX_DIMS = 4
 _MAX_NESTING = 4
 _DEFAULT_ALIGNMENT = 32
-_ROW_BLOCKS = 4096
-"""Blocks per row given to the dequantizer: many, so that the loop over rows costs little."""
+_CHUNK_BLOCKS = 16384
+"""Blocks dequantized at once: the package's temporary arrays stay small, and few calls are made."""
 # Smallest possible entries: an empty name with its lengths. They bound the counts before anything is allocated.
 _MIN_FIELD_BYTES = 8 + 4 + 1
 _MIN_TENSOR_BYTES = 8 + 4 + 8 + 4 + 8
@@ -65,42 +68,126 @@ class GGUFFile:
         except (OSError, ValueError) as error:  # ValueError: an empty file cannot be mapped
             raise CorruptModel(f"{self.path} cannot be read: {error}", hint="fetch the file again") from error
         header = _Header(self._map, self.path)
-        self.metadata: dict[str, Any] = header.metadata
+        self.metadata: Mapping[str, Any] = _Metadata(header)
         """Field name -> value; arrays are lists."""
+        self._spans = header.spans
         self.tensors: dict[str, TensorInfo] = header.tensors
 
+    def digest(self, prefix: str) -> bytes:
+        """SHA-256 of the metadata fields whose names begin with `prefix`: names, types and values as they lie there."""
+        digest = hashlib.sha256()
+        for name, (begin, end) in self._fields(prefix):
+            digest.update(f"{len(name)} {name} {end - begin} ".encode())
+            digest.update(memoryview(self._map)[begin:end])
+        return digest.digest()
+
+    def _fields(self, prefix: str) -> Iterator[tuple[str, tuple[int, int]]]:
+        return ((name, span) for name, span in self._spans.items() if name.startswith(prefix))
+
+    def read_ahead(self) -> None:
+        """Tell the system that all of the file will be read, so that a disk is busy before it is asked."""
+        self._map.madvise(mmap.MADV_WILLNEED)
+
     def load(self, name: str) -> npt.NDArray[np.float32]:
-        """A tensor's values in float32, dequantized; the array is the caller's own."""
-        from gguf import GGMLQuantizationType, quants
+        """A tensor's values in float32, dequantized; the array is the caller's own. Safe in several threads."""
+        from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
         info = self.tensors[name]
-        kind = GGMLQuantizationType[info.type_name]
         raw = np.frombuffer(self._map, dtype=np.uint8, count=info.num_bytes, offset=info.offset)
         if info.type_name == "F32":
             return raw.view(np.float32).reshape(info.shape).copy()
         if info.type_name == "F16":
             return raw.view(np.float16).astype(np.float32).reshape(info.shape)
-        try:
-            # Blocks are independent, and the package works on 16 rows at a time: long rows save it most of its time.
-            values = quants.dequantize(raw.reshape(_even_rows(info.num_bytes // _type_bytes(kind)), -1), kind)
-        except NotImplementedError:
-            raise UnsupportedModel(
-                f"tensor {name} of {self.path} is of type {info.type_name}, which cannot be dequantized here",
-                hint="convert the file to a type such as Q4_K, Q8_0 or F16",
-            ) from None
-        return np.asarray(values, dtype=np.float32).reshape(info.shape)
+        kind = GGMLQuantizationType[info.type_name]
+        per_block, block_bytes = GGML_QUANT_SIZES[kind]
+        blocks = raw.reshape(-1, block_bytes)
+        values = np.empty((len(blocks), per_block), dtype=np.float32)
+        dequantize = _DEQUANTIZE.get(info.type_name) or self._package_dequantizer(info, kind)
+        for begin in range(0, len(blocks), _CHUNK_BLOCKS):
+            chunk = slice(begin, begin + _CHUNK_BLOCKS)
+            dequantize(blocks[chunk], values[chunk])
+        return values.reshape(info.shape)
+
+    def _package_dequantizer(self, info: TensorInfo, kind: Any) -> _Dequantize:
+        from gguf import quants
+
+        def dequantize(blocks: npt.NDArray[np.uint8], values: npt.NDArray[np.float32]) -> None:
+            try:
+                # The package works on 16 rows at a time: one long row saves it most of its time.
+                values[...] = quants.dequantize(blocks.reshape(1, -1), kind).reshape(values.shape)
+            except NotImplementedError:
+                raise UnsupportedModel(
+                    f"tensor {info.name} of {self.path} is of type {info.type_name}, which cannot be dequantized here",
+                    hint="convert the file to a type such as Q4_K, Q8_0 or F16",
+                ) from None
+
+        return dequantize
 
 
-def _type_bytes(kind: Any) -> int:
-    from gguf import GGML_QUANT_SIZES
-
-    return int(GGML_QUANT_SIZES[kind][1])
+_Dequantize = Callable[[npt.NDArray[np.uint8], npt.NDArray[np.float32]], None]
+"""Blocks `[N, bytes]` to values `[N, elements]`, written in place."""
 
 
-def _even_rows(num_blocks: int) -> int:
-    """The number of rows that cuts `num_blocks` evenly with the fewest rows of at most `_ROW_BLOCKS` blocks."""
-    rows = -(-num_blocks // _ROW_BLOCKS)
-    return next(count for count in range(rows, num_blocks + 1) if num_blocks % count == 0)
+def _halves(blocks: npt.NDArray[np.uint8], count: int) -> npt.NDArray[np.float32]:
+    """The first `count` half-precision numbers of each block."""
+    return np.ascontiguousarray(blocks[:, : 2 * count]).view(np.float16).astype(np.float32)
+
+
+def _nibbles(packed: npt.NDArray[np.uint8], values: npt.NDArray[np.float32]) -> None:
+    """Low halves of the bytes first, then the high ones."""
+    half = values.shape[1] // 2
+    np.bitwise_and(packed, 15, out=values[:, :half], casting="unsafe")
+    np.right_shift(packed, 4, out=values[:, half:], casting="unsafe")
+
+
+def _q4_0(blocks: npt.NDArray[np.uint8], values: npt.NDArray[np.float32]) -> None:
+    """`scale * (nibble - 8)`."""
+    _nibbles(blocks[:, 2:], values)
+    values -= 8
+    values *= _halves(blocks, 1)
+
+
+def _q4_1(blocks: npt.NDArray[np.uint8], values: npt.NDArray[np.float32]) -> None:
+    """`scale * nibble + least`."""
+    scales = _halves(blocks, 2)
+    _nibbles(blocks[:, 4:], values)
+    values *= scales[:, :1]
+    values += scales[:, 1:]
+
+
+def _q8_0(blocks: npt.NDArray[np.uint8], values: npt.NDArray[np.float32]) -> None:
+    """`scale * byte`."""
+    np.multiply(blocks[:, 2:].view(np.int8), _halves(blocks, 1), out=values)
+
+
+_DEQUANTIZE: dict[str, _Dequantize] = {"Q4_0": _q4_0, "Q4_1": _q4_1, "Q8_0": _q8_0}
+
+
+class _Metadata(Mapping[str, Any]):
+    """Fields by name; lists of strings are decoded on first use and kept."""
+
+    def __init__(self, header: _Header) -> None:
+        self._header = header
+        self._values: dict[str, Any] = header.metadata
+
+    def __getitem__(self, name: str) -> Any:
+        value = self._values[name]
+        if isinstance(value, _Strings):
+            value = self._values[name] = self._header.decode(value)
+        return value
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+
+class _Strings(msgspec.Struct, frozen=True):
+    """`count` strings from byte `begin` on, whose lengths have been checked."""
+
+    begin: int
+    count: int
 
 
 class _Header:
@@ -122,11 +209,14 @@ class _Header:
         self._check_count("metadata fields", num_fields, _MIN_FIELD_BYTES)
         self._check_count("tensors", num_tensors, _MIN_TENSOR_BYTES)
         self.metadata: dict[str, Any] = {}
+        self.spans: dict[str, tuple[int, int]] = {}
         for _ in range(num_fields):
             name = self._string()
             if name in self.metadata:
                 raise self._corrupt(f"metadata field {name!r} comes twice")
+            begin = self._at
             self.metadata[name] = self._value(self._number("I"), 0)
+            self.spans[name] = (begin, self._at)
         raw = [self._tensor() for _ in range(num_tensors)]
         self.tensors = self._place(raw)
 
@@ -156,22 +246,34 @@ class _Header:
         except UnicodeDecodeError:
             raise self._corrupt(f"the string at byte {at} is not UTF-8") from None
 
-    def _strings(self, count: int) -> list[str]:
-        """The hot loop of a vocabulary: same checks as `_string`, without a call per field."""
-        data, size, at, unpack = self._data, self._size, self._at, struct.Struct("<Q").unpack_from
+    def _strings(self, count: int) -> _Strings:
+        """Walk over strings: the hot loop of opening a file, without a call per string."""
+        begin = at = self._at
+        data, last, unpack = self._data, self._size - 8, struct.Struct("<Q").unpack_from
+        for _ in range(count):
+            if at > last:
+                raise self._corrupt(f"truncated at byte {at} of {self._size}")
+            at += 8 + unpack(data, at)[0]
+        if at > self._size:
+            raise self._corrupt(f"truncated in the string that ends at byte {at} of {self._size}")
+        self._at = at
+        return _Strings(begin, count)
+
+    def decode(self, strings: _Strings) -> list[str]:
+        """The strings themselves.
+
+        Raises:
+            CorruptModel: one is not UTF-8.
+        """
+        data, at, unpack = self._data, strings.begin, struct.Struct("<Q").unpack_from
         found: list[str] = []
         try:
-            for _ in range(count):
+            for _ in range(strings.count):
                 begin = at + 8
                 at = begin + unpack(data, at)[0]
-                if at > size:
-                    raise self._corrupt(f"truncated in the string at byte {begin} of {size}")
                 found.append(data[begin:at].decode())
-        except struct.error:
-            raise self._corrupt(f"truncated at byte {at} of {size}") from None
         except UnicodeDecodeError:
             raise self._corrupt(f"the string before byte {at} is not UTF-8") from None
-        self._at = at
         return found
 
     def _value(self, kind: int, depth: int) -> Any:
@@ -188,7 +290,7 @@ class _Header:
             return list(struct.unpack(f"<{count}{code}", self._take(count * struct.calcsize("<" + code))))
         self._check_count("array elements", count, 8)
         if kind == _STRING:
-            return self._strings(count)
+            return self._strings(count) if depth == 0 else self.decode(self._strings(count))
         return [self._value(kind, depth + 1) for _ in range(count)]
 
     def _tensor(self) -> tuple[str, tuple[int, ...], int, int]:

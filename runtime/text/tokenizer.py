@@ -19,16 +19,18 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 import tokenizers
-from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
+from tokenizers import pre_tokenizers
 
 from sgl.errors import CorruptModel, InvalidParameter, UnsupportedModel
 from sgl.limits import DEFAULT_LIMITS, Limits
+from sgl.runtime.loading.folder import json_object, text_of
 from sgl.runtime.text.template import ChatTemplate
+from sgl.runtime.text.vocabularies import GGUF_RECIPES, GGUFVocabulary, added_token, byte_chars, byte_level_bpe
 
 _TAIL_CHARS = 256
 """Characters at the end of a text that are encoded anew with each option of a select."""
@@ -46,6 +48,18 @@ class Run(NamedTuple):
 
     num_pieces: int
     ids: list[int]
+
+
+class SavedTokenizer(msgspec.Struct, frozen=True, kw_only=True):
+    """A tokenizer as data: `backend` is the `tokenizers` library's JSON, the rest is `Tokenizer`'s arguments."""
+
+    backend: str
+    vocab_size: int
+    eos_ids: tuple[int, ...]
+    bos_id: int | None
+    add_bos: bool
+    template: str | None
+    template_tokens: dict[str, str]
 
 
 class Tokenizer:
@@ -77,6 +91,7 @@ class Tokenizer:
         bos_id: int | None = None,
         add_bos: bool = False,
         chat_template: ChatTemplate | None = None,
+        vocab_size: int | None = None,
         limits: Limits = DEFAULT_LIMITS,
     ) -> None:
         # Recognising special tokens is this class's work (`split_template`); the backend never does it.
@@ -86,7 +101,9 @@ class Tokenizer:
         added = backend.get_added_tokens_decoder()
         specials = {token_id: token for token_id, token in added.items() if token.special}
         self.special_tokens: dict[str, int] = {token.content: token_id for token_id, token in specials.items()}
-        self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        if vocab_size is None:
+            vocab_size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        self.vocab_size = vocab_size
         self.bos_id = bos_id
         self.bos_token = "" if bos_id is None else str(backend.id_to_token(bos_id))
         self.add_bos = add_bos and bos_id is not None
@@ -109,50 +126,51 @@ class Tokenizer:
             UnsupportedModel: a tokenizer model or pre-tokenizer that is not known here.
             CorruptModel: lists that contradict each other.
         """
-        model = metadata.get("tokenizer.ggml.model")
-        if model != "gpt2":
-            raise UnsupportedModel(
-                f"GGUF tokenizer model {model!r}; known: 'gpt2' (byte-level BPE)",
-                hint="use the model's folder with tokenizer.json instead",
-                tokenizer=model,
-            )
-        name = metadata.get("tokenizer.ggml.pre", "gpt-2")
-        recipe = _GGUF_RECIPES.get(name)
-        if recipe is None:
-            raise UnsupportedModel(
-                f"GGUF pre-tokenizer {name!r}; known: {', '.join(sorted(_GGUF_RECIPES))}",
-                hint="use the model's folder with tokenizer.json instead",
-                pre_tokenizer=name,
-            )
-        tokens = _strings(metadata, "tokenizer.ggml.tokens")
-        kinds = [int(kind) for kind in metadata.get("tokenizer.ggml.token_type", ())] or [_GGUF_NORMAL] * len(tokens)
-        if len(kinds) != len(tokens):
-            raise CorruptModel(f"GGUF tokenizer has {len(tokens)} tokens but {len(kinds)} token types")
-        backend = _byte_level_bpe(tokens, _strings(metadata, "tokenizer.ggml.merges"), recipe)
-        # Adding a token that is in the vocabulary keeps its id.
-        backend.add_special_tokens(
-            [_added(text, special=True) for text, kind in zip(tokens, kinds, strict=True) if kind == _GGUF_CONTROL]
-        )
-        backend.add_tokens(
-            [_added(text, special=False) for text, kind in zip(tokens, kinds, strict=True) if kind == _GGUF_USER]
-        )
-        named = {key: metadata.get(f"tokenizer.ggml.{key}_token_id") for key in _GGUF_ID_KEYS}
-        for key, token_id in named.items():
-            if token_id is not None and not 0 <= int(token_id) < len(tokens):
-                raise CorruptModel(f"GGUF {key}_token_id is {token_id}; the vocabulary has {len(tokens)} tokens")
-        texts = {
-            f"{_TEMPLATE_NAMES[key]}_token": tokens[int(token_id)]
-            for key, token_id in named.items()
-            if token_id is not None and key in _TEMPLATE_NAMES
-        }
-        control = {text for text, kind in zip(tokens, kinds, strict=True) if kind == _GGUF_CONTROL}
+        vocabulary = GGUFVocabulary.read(metadata)
+        backend = vocabulary.backend()
         source = metadata.get("tokenizer.chat_template")
+        ends = (vocabulary.eos_token_id, vocabulary.eot_token_id, vocabulary.eom_token_id)
         return cls(
             backend,
-            eos_ids=_end_ids(backend, control, [named["eos"], named["eot"], named["eom"]]),
-            bos_id=None if named["bos"] is None else int(named["bos"]),
-            add_bos=bool(metadata.get("tokenizer.ggml.add_bos_token", recipe.add_bos)),
-            chat_template=ChatTemplate(str(source), texts) if source else None,
+            eos_ids=_end_ids(backend, vocabulary.control(), ends),
+            bos_id=vocabulary.bos_token_id,
+            add_bos=vocabulary.writes_bos,
+            chat_template=ChatTemplate(str(source), vocabulary.named_tokens()) if source else None,
+            limits=limits,
+        )
+
+    def save(self) -> SavedTokenizer:
+        """All that it takes to make this tokenizer again, faster than from where it came."""
+        template = self.chat_template
+        return SavedTokenizer(
+            backend=self.to_json(),
+            vocab_size=self.vocab_size,
+            eos_ids=tuple(sorted(self.eos_ids)),
+            bos_id=self.bos_id,
+            add_bos=self.add_bos,
+            template=None if template is None else template.source,
+            template_tokens={} if template is None else template.special_tokens,
+        )
+
+    @classmethod
+    def restore(cls, saved: SavedTokenizer, limits: Limits = DEFAULT_LIMITS) -> Tokenizer:
+        """The tokenizer that was saved.
+
+        Raises:
+            CorruptModel: it was saved by a version that wrote it differently.
+        """
+        try:
+            backend = tokenizers.Tokenizer.from_str(saved.backend)
+        except Exception as error:  # noqa: BLE001 - the library raises bare Exception
+            raise CorruptModel(f"a saved tokenizer cannot be read: {error}") from None
+        template = None if saved.template is None else ChatTemplate(saved.template, saved.template_tokens)
+        return cls(
+            backend,
+            eos_ids=saved.eos_ids,
+            bos_id=saved.bos_id,
+            add_bos=saved.add_bos,
+            chat_template=template,
+            vocab_size=saved.vocab_size,
             limits=limits,
         )
 
@@ -165,26 +183,26 @@ class Tokenizer:
             CorruptModel: one of the files cannot be read.
         """
         folder = Path(path)
-        file = folder / "tokenizer.json"
-        if not file.is_file():
+        text = text_of(folder, "tokenizer.json")
+        if text is None:
             raise UnsupportedModel(
                 f"{folder} has no tokenizer.json",
                 hint="save the tokenizer with transformers' save_pretrained() first",
             )
         try:
-            backend = tokenizers.Tokenizer.from_str(file.read_text(encoding="utf-8"))
+            backend = tokenizers.Tokenizer.from_str(text)
         except Exception as error:  # noqa: BLE001 - the library raises bare Exception
-            raise CorruptModel(f"{file} cannot be read: {error}") from None
+            raise CorruptModel(f"{folder / 'tokenizer.json'} cannot be read: {error}") from None
         backend.no_truncation()
         backend.no_padding()
-        config = _json_object(folder / "tokenizer_config.json")
+        config = json_object(folder, "tokenizer_config.json")
         texts = {
             name: text
             for name in ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
             if (text := _token_text(config.get(name))) is not None
         }
         ends: list[Any] = [backend.token_to_id(texts["eos_token"])] if "eos_token" in texts else []
-        for settings in (_json_object(folder / "generation_config.json"), _json_object(folder / "config.json")):
+        for settings in (json_object(folder, "generation_config.json"), json_object(folder, "config.json")):
             given = settings.get("eos_token_id")
             ends.extend(given if isinstance(given, list) else [given])
         specials = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
@@ -207,9 +225,9 @@ class Tokenizer:
         """The byte vocabulary of the toy model: ids 0 to 255 are bytes, then special tokens, 512 in all; ChatML."""
         specials = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|bos|>"]
         specials += [f"<|reserved_{index}|>" for index in range(512 - 256 - len(specials))]
-        byte_chars = {byte: char for char, byte in _byte_chars().items()}
-        backend = _byte_level_bpe([byte_chars[byte] for byte in range(256)], [], _GGUF_RECIPES["gpt-2"])
-        backend.add_special_tokens([_added(text, special=True) for text in specials])
+        chars = {byte: char for char, byte in byte_chars().items()}
+        backend = byte_level_bpe([chars[byte] for byte in range(256)], [], GGUF_RECIPES["gpt-2"])
+        backend.add_special_tokens([added_token(text, special=True) for text in specials])
         texts = {"bos_token": "<|bos|>", "eos_token": "<|im_end|>"}
         return cls(
             backend,
@@ -325,9 +343,9 @@ class Tokenizer:
 
     # --- decoding ---------------------------------------------------------------------------------------------------
 
-    def token_bytes(self, token_id: int) -> bytes:
-        """Raw bytes of a token; empty for special tokens and for ids past the vocabulary."""
-        return b"" if token_id in self._special_ids else self._token_bytes(token_id)
+    def token_bytes(self, token_id: int, *, skip_special_tokens: bool = True) -> bytes:
+        """Raw bytes of a token; empty for ids past the vocabulary, and for special tokens unless not skipped."""
+        return b"" if skip_special_tokens and token_id in self._special_ids else self._token_bytes(token_id)
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """Text of tokens; bytes that are not UTF-8 become U+FFFD."""
@@ -361,19 +379,8 @@ class _TokenBytes:
         return known
 
 
-@cache
-def _byte_chars() -> dict[str, int]:
-    """Byte-level BPE's alphabet: one printable character for each byte (GPT-2's reversible mapping).
-
-    Printable Latin-1 bytes stand for themselves; the others, in order, for the characters from U+0100 on.
-    """
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(0x100 + index): byte for index, byte in enumerate(others)}
-
-
 def _byte_level_bytes(text: str) -> bytes:
-    table = _byte_chars()
+    table = byte_chars()
     return b"".join(bytes((table[char],)) if char in table else char.encode("utf-8") for char in text)
 
 
@@ -398,86 +405,6 @@ def _without_first_space(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
     return inner
 
 
-# --- GGUF -----------------------------------------------------------------------------------------------------------
-
-_GGUF_NORMAL, _GGUF_CONTROL, _GGUF_USER = 1, 3, 4
-_GGUF_ID_KEYS = ("bos", "eos", "eot", "eom", "unknown", "padding")
-_TEMPLATE_NAMES = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}
-
-
-class _Recipe(NamedTuple):
-    """How a named pre-tokenizer cuts text before BPE."""
-
-    cut: Callable[[], pre_tokenizers.PreTokenizer]
-    normalizer: Callable[[], normalizers.Normalizer] | None = None
-    ignore_merges: bool = False
-    add_bos: bool = False
-
-
-def _gpt2_cut() -> pre_tokenizers.PreTokenizer:
-    return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-
-
-def _digits_cut() -> pre_tokenizers.PreTokenizer:
-    return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), _gpt2_cut()])
-
-
-def _pattern_cut(numbers: str) -> pre_tokenizers.PreTokenizer:
-    # Contractions, words with one leading sign, numbers, signs up to the line's end, line ends, other space.
-    words = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
-    rest = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-    return pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(words + numbers + rest), behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-
-
-_LLAMA3 = _Recipe(lambda: _pattern_cut(r"\p{N}{1,3}"), ignore_merges=True, add_bos=True)
-_QWEN2 = _Recipe(lambda: _pattern_cut(r"\p{N}"), normalizer=normalizers.NFC)
-_GPT2 = _Recipe(_gpt2_cut)
-_DIGITS = _Recipe(_digits_cut)
-_GGUF_RECIPES: dict[str, _Recipe] = {
-    "gpt-2": _GPT2,
-    "smollm": _DIGITS,
-    "starcoder": _DIGITS,
-    "llama-bpe": _LLAMA3,
-    "llama3": _LLAMA3,
-    "llama-v3": _LLAMA3,
-    "qwen2": _QWEN2,
-    "deepseek-r1-qwen": _QWEN2,
-}
-
-
-def _byte_level_bpe(tokens: Sequence[str], merges: Sequence[str], recipe: _Recipe) -> tokenizers.Tokenizer:
-    vocab = {text: token_id for token_id, text in reversed(list(enumerate(tokens)))}
-    if any(" " not in merge for merge in merges):
-        raise CorruptModel("a BPE merge in the GGUF metadata is not a pair of tokens")
-    pairs = [(left, right) for left, _, right in (merge.partition(" ") for merge in merges)]
-    try:
-        model = models.BPE(vocab=vocab, merges=pairs, ignore_merges=recipe.ignore_merges)
-    except Exception as error:  # noqa: BLE001 - the library raises bare Exception
-        raise CorruptModel(f"the BPE merges do not fit the vocabulary: {error}") from None
-    backend = tokenizers.Tokenizer(model)
-    backend.pre_tokenizer = recipe.cut()
-    backend.decoder = decoders.ByteLevel()
-    if recipe.normalizer is not None:
-        backend.normalizer = recipe.normalizer()
-    return backend
-
-
-def _added(text: str, *, special: bool) -> AddedToken:
-    return AddedToken(text, special=special, normalized=False)
-
-
-def _strings(metadata: Mapping[str, Any], key: str) -> list[str]:
-    values = metadata.get(key)
-    if values is None or not all(isinstance(value, str) for value in values):
-        raise CorruptModel(f"GGUF metadata key {key!r} is missing or not a list of strings")
-    return list(values)
-
-
 # --- special tokens -------------------------------------------------------------------------------------------------
 
 _END_TOKENS = (
@@ -497,7 +424,11 @@ _END_TOKENS = (
 def _end_ids(backend: tokenizers.Tokenizer, specials: Iterable[str], given: Iterable[Any]) -> frozenset[int]:
     known = set(specials)
     named = [backend.token_to_id(text) for text in _END_TOKENS if text in known]
-    return frozenset(int(token_id) for token_id in (*named, *given) if token_id is not None)
+    ids = [token_id for token_id in (*named, *given) if token_id is not None]
+    for token_id in ids:
+        if isinstance(token_id, bool) or not isinstance(token_id, int):
+            raise CorruptModel(f"eos_token_id is {token_id!r}; expected a number or a list of them")
+    return frozenset(ids)
 
 
 def _alternation(texts: Iterable[str]) -> re.Pattern[str]:
@@ -509,18 +440,6 @@ def _alternation(texts: Iterable[str]) -> re.Pattern[str]:
 # --- checkpoint folders ---------------------------------------------------------------------------------------------
 
 
-def _json_object(file: Path) -> dict[str, Any]:
-    if not file.is_file():
-        return {}
-    try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise CorruptModel(f"{file} is not JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise CorruptModel(f"{file} holds a {type(value).__name__}; expected an object")
-    return value
-
-
 def _token_text(value: Any) -> str | None:
     if isinstance(value, dict):
         value = value.get("content")
@@ -528,9 +447,9 @@ def _token_text(value: Any) -> str | None:
 
 
 def _folder_template(folder: Path, config: Mapping[str, Any]) -> str | None:
-    file = folder / "chat_template.jinja"
-    if file.is_file():
-        return file.read_text(encoding="utf-8")
+    text = text_of(folder, "chat_template.jinja")
+    if text is not None:
+        return text
     value = config.get("chat_template")
     if isinstance(value, list):  # several named ones
         named = {entry.get("name"): entry.get("template") for entry in value if isinstance(entry, dict)}

@@ -10,9 +10,12 @@ import numpy as np
 import pytest
 
 from sgl.errors import CorruptModel, ModelNotFound, UnsupportedModel
+from sgl.runtime.loading import gguf_reader
 from sgl.runtime.loading.gguf_reader import GGUFFile
 
-TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0")
+TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1")
+RAW_TYPES = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "TQ1_0", "TQ2_0")
+"""Types that the package reads and does not write: any bytes are a tensor."""
 
 
 @pytest.fixture
@@ -53,6 +56,37 @@ def test_metadata_and_tensors_agree_with_the_package(path: Path) -> None:
         assert values.dtype == np.float32
         assert values.shape == tuple(reversed(tensor.shape.tolist()))
         assert np.array_equal(values, gguf.quants.dequantize(tensor.data, tensor.tensor_type).reshape(values.shape))
+
+
+@pytest.mark.parametrize("name", [*RAW_TYPES, "Q4_0", "Q4_1", "Q8_0"])
+def test_blocks_of_any_bytes_agree_with_the_package(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where scales are infinite or no numbers, and where a tensor is longer than a chunk."""
+    monkeypatch.setattr(gguf_reader, "_CHUNK_BLOCKS", 5)
+    kind = gguf.GGMLQuantizationType[name]
+    per_block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+    raw = np.random.default_rng(3).integers(0, 256, (8, 2 * block_bytes), dtype=np.uint8)
+    path = tmp_path / "raw.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_tensor("t", raw, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with np.errstate(all="ignore"):
+        values = GGUFFile(path).load("t")
+        expected = gguf.quants.dequantize(raw, kind)
+    assert values.shape == expected.shape == (8, 2 * per_block)
+    assert np.array_equal(values, expected, equal_nan=True)
+    assert np.isfinite(values).mean() > 0.8
+
+
+def test_lists_of_strings_are_decoded_on_first_use(path: Path) -> None:
+    whole = path.read_bytes()
+    path.write_bytes(whole.replace(b"<|im_end|>", b"\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff"))
+    file = GGUFFile(path)
+    assert file.metadata["a.string"] == "Gr\u00fc\u00dfe"
+    with pytest.raises(CorruptModel, match="not UTF-8"):
+        file.metadata["some.strings"]
 
 
 def test_values_outlive_the_file(path: Path) -> None:

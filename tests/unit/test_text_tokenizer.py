@@ -20,7 +20,7 @@ TOY = Tokenizer.toy()
 TOY_BACKEND = Backend.from_str(TOY.to_json())
 
 
-def gguf(pre: str = "smollm", **changes: Any) -> dict[str, Any]:
+def gguf(pre: str | None = "smollm", **changes: Any) -> dict[str, Any]:
     """Metadata of a byte-level vocabulary with three merges, two control tokens and one user token."""
     alphabet = [TOY_BACKEND.id_to_token(byte) for byte in range(256)]
     tokens = [*alphabet, "he", "\u01202", "12", "<|im_end|>", "<|eot|>", "<think>"]
@@ -57,6 +57,27 @@ def test_gguf_vocabulary() -> None:
 )
 def test_gguf_pre_tokenizers_differ(pre: str, ids: list[int]) -> None:
     assert Tokenizer.from_gguf(gguf(pre)).encode("12 2") == ids
+
+
+def test_gguf_without_a_pre_tokenizer_is_cut_as_gpt2_does() -> None:
+    assert Tokenizer.from_gguf(gguf(pre=None)).encode("12 2") == [258, 257]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"tokens": 7},
+        {"tokens": [1, 2]},
+        {"merges": "h e"},
+        {"token_type": ["x"]},
+        {"eos_token_id": "end"},
+        {"bos_token_id": -1},
+        {"add_bos_token": [1]},
+    ],
+)
+def test_gguf_metadata_of_the_wrong_type(change: dict[str, Any]) -> None:
+    with pytest.raises(CorruptModel, match=next(iter(change)).removesuffix("s")):
+        Tokenizer.from_gguf(gguf(**change))
 
 
 def test_gguf_that_cannot_be_used() -> None:
@@ -119,9 +140,11 @@ def test_folder(tmp_path: Path) -> None:
     assert (tokenizer.bos_id, tokenizer.add_bos) == (259, True)
     assert tokenizer.chat_template is not None
     assert tokenizer.chat_template.render([{"role": "user", "content": "x"}]) == "<|bos|>x"
-    (tmp_path / "config.json").write_text("[]")
-    with pytest.raises(CorruptModel, match=r"config\.json"):
-        Tokenizer.from_folder(tmp_path)
+    for name, content in (("config.json", "[]"), ("generation_config.json", '{"eos_token_id": ["two"]}')):
+        (tmp_path / name).write_text(content)
+        with pytest.raises(CorruptModel, match=r"config\.json|eos_token_id is 'two'"):
+            Tokenizer.from_folder(tmp_path)
+        (tmp_path / name).unlink()
 
 
 def test_metaspace_and_byte_fallback() -> None:
