@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
-from sgl.cli.console import Json, download_bar, guarded, say, show_json
+from sgl.cli.console import Json, download_bar, guarded, say, show_json, show_table
 from sgl.cli.options import engine_options
 from sgl.errors import ConfigError
 from sgl.runtime.config import config_from_mapping
@@ -172,3 +172,51 @@ def output(report: msgspec.Struct, as_json: bool, save: Path | None) -> bool:
     if as_json:
         show_json(report)
     return not as_json
+
+
+@bench.command()
+@guarded
+@engine_options
+def simulate(
+    log: Annotated[Path, typer.Argument(metavar="LOG", help="A --message-log of an engine.", show_default=False)],
+    *,
+    as_json: Json = False,
+    vary: Annotated[
+        list[str] | None, typer.Option(metavar="FIELD=V1,V2", help="A row for each value; may repeat.")
+    ] = None,
+    trace: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Fit the seconds to this --trace-file.", show_default=False)
+    ] = None,
+    rate: Annotated[
+        float | None, typer.Option(min=1e-6, help="Programs per second, at random. [default: all at once]")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of the arrivals.")] = 0,
+    engine: dict[str, Any],
+) -> None:
+    """What a recorded load would have cost under other settings: the real scheduler on virtual time."""
+    from sgl.bench.simulate import run as compare
+
+    report = compare(log, engine, vary=vary or (), trace=trace, rate=rate, seed=seed)
+    if as_json:
+        show_json(report)
+        return
+    say(f"model {report.model}, {report.latency}")
+    show_table(
+        ("VARIANT", "MAKESPAN", "P50", "P99", "BUSY", "PROMPT", "CACHED", "DECODED", "FORWARDS", "RETRACTED", "FAILED"),
+        [
+            (
+                " ".join(f"{name}={value}" for name, value in row.fields.items()) or "as given",
+                f"{row.makespan_s:.3g} s",
+                f"{row.latency_p50_s:.3g} s",
+                f"{row.latency_p99_s:.3g} s",
+                f"{row.busy_share:.0%}",
+                str(row.prompt_tokens),
+                f"{row.cached_tokens / max(1, row.prompt_tokens):.1%}",
+                str(row.decode_tokens),
+                str(row.forwards),
+                str(row.retractions),
+                str(row.failed),
+            )
+            for row in report.variants
+        ],
+    )
