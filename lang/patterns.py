@@ -77,5 +77,5 @@ def _num_items(part: Any) -> int:
         return 0
     if len(part) == 3 and isinstance(part[2], sre_parser.SubPattern):  # a repeat: low, high, what
         low, high, inner = part
-        return (low if high == sre_parser.MAXREPEAT else high) * _num_items(inner) + 1
+        return int(low if high == sre_parser.MAXREPEAT else high) * _num_items(inner) + 1
     return 1 + sum(_num_items(item) for item in part)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import Executor, Future
 from typing import Any, Protocol
 
@@ -28,6 +28,7 @@ from sgl.runtime.config import ResolvedConfig
 from sgl.runtime.failures import internal_error
 from sgl.runtime.faults import FaultPoints
 from sgl.runtime.plan import StepPlan, StepResult
+from sgl.runtime.processors import BUILT_IN
 from sgl.runtime.program_run import ProgramRun
 from sgl.runtime.scheduler import Scheduler
 from sgl.runtime.sequence import Request
@@ -62,6 +63,7 @@ class EngineCore:
         emit: receives (program, event), in order.
         clock: seconds.
         wake: called from an executor's thread when a job is done.
+        processors: names of the custom logit processors that the sampler has.
         faults: what to make fail, in tests.
         tracer: writes the step timeline.
     """
@@ -78,6 +80,7 @@ class EngineCore:
         clock: Callable[[], float] = time.monotonic,
         wake: Callable[[], None] = lambda: None,
         limits: Limits = DEFAULT_LIMITS,
+        processors: Collection[str] = frozenset(BUILT_IN),
         faults: FaultPoints | None = None,
         tracer: Tracer | None = None,
     ) -> None:
@@ -90,6 +93,7 @@ class EngineCore:
         self.compiler = GrammarCompiler(
             tokenizer.to_json(), tokenizer.vocab_size, sorted(tokenizer.eos_ids), limits=limits
         )
+        self.processors = processors
         self.now = clock
         self.faults = faults
         self.tracer = tracer

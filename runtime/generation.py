@@ -3,19 +3,30 @@
 Owns the output ids, the incremental text, the constraint's state and the reason of the end. Does not own the sequence
 (the scheduler appends what `push` returns) nor the draw (the sampler does). A program run makes one for each `Gen`.
 
-The end, in the order in which it is looked for: an end-of-sequence or stop token id (it is not part of the output), a
-stop string (trimmed unless `no_stop_trim`), a constraint that nothing can follow, `max_new_tokens`.
+The end, in the order in which it is looked for: an end-of-sequence or stop token id, a stop string or pattern, a
+constraint that nothing can follow, `max_new_tokens`. What ended the output is not part of it unless `no_stop_trim`; an
+end-of-sequence token that is kept so is part of the value and not of the state, which the program goes on with.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from typing import NamedTuple
 
-from sgl.errors import ConstraintDeadEnd
+from sgl.errors import ConstraintDeadEnd, ConstraintTooComplex
 from sgl.grammars.matcher import Matcher, StopReason
 from sgl.lang.graph import Sampling, TokenLogprob
 from sgl.runtime.plan import RowResult, SampleSpec
 from sgl.runtime.text.detokenize import StreamDecoder, TokenBytes
+
+
+class Kept(NamedTuple):
+    """What of an output stays in the state: leading tokens, their text, and text to be encoded anew after them."""
+
+    num_tokens: int
+    text: str
+    rest: str
 
 
 class Generation:
@@ -30,7 +41,7 @@ class Generation:
         matcher: the constraint, at its start.
 
     Attributes:
-        finish: `stop` or `length` once it has ended; `matched` is the stop string or id.
+        finish: `stop` or `length` once it has ended; `matched` is the stop string, id, or text that a pattern matched.
         failed: error code and reason, when the output is unusable.
     """
 
@@ -49,7 +60,12 @@ class Generation:
         self.max_new_tokens = max_new_tokens
         self.matcher = matcher
         self.decoder = StreamDecoder(
-            tokenizer, sampling.stop, keep_stop=sampling.no_stop_trim, min_tokens=sampling.min_new_tokens
+            tokenizer,
+            sampling.stop,
+            sampling.stop_regex,
+            keep_stop=sampling.no_stop_trim,
+            min_tokens=sampling.min_new_tokens,
+            skip_special_tokens=sampling.skip_special_tokens,
         )
         self.output_ids: list[int] = []
         self.logprobs: list[TokenLogprob] = []
@@ -59,6 +75,10 @@ class Generation:
         self.before_text: Callable[[], None] | None = None  # a fault point
         self._new_text: list[str] = []
         self._num_taken = 0
+        self._tokenizer = tokenizer
+        self._eos_ids = eos_ids
+        self._before_eos: str | None = None  # the text, when an end-of-sequence token is kept after it
+        self._params = json.loads(sampling.custom_params) if sampling.custom_params is not None else None
         self._ends = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else eos_ids)
         self._blocked = tuple(sorted(self._ends | eos_ids))
 
@@ -77,6 +97,7 @@ class Generation:
             output_ids=self.output_ids,
             blocked_ids=self._blocked if early else (),
             matcher=self.matcher,
+            processor_params=self._params,
         )
 
     def push(self, row: RowResult) -> int | None:
@@ -85,18 +106,14 @@ class Generation:
         if token_id is None or self.finished:
             return None
         if token_id in self._ends:
-            self._end("stop", token_id)
-            return None
+            return self._push_end(row, token_id)
         if self.matcher is not None and not self.matcher.accept(token_id):
             self.failed = (ConstraintDeadEnd.code, f"the constraint refused token {token_id}, which its mask allowed")
             self._end("stop", None)
             return None
-        self.output_ids.append(token_id)
-        if self.sampling.return_logprob:
-            self.logprobs.append(TokenLogprob(token_id, row.logprob, row.top))
-        if self.before_text is not None:
-            self.before_text()
-        self._new_text.append(self.decoder.push(token_id))
+        self._append(row, token_id)
+        if self.failed is not None:
+            return token_id
         if self.decoder.finished_by is not None:
             self._end("stop", self.decoder.finished_by)
         elif self.matcher is not None and (reason := self.matcher.stop_reason()) is not StopReason.NOT_STOPPED:
@@ -108,6 +125,36 @@ class Generation:
             self._end("length", None)
         return token_id
 
+    def _append(self, row: RowResult, token_id: int) -> None:
+        self.output_ids.append(token_id)
+        if self.sampling.return_logprob:
+            self.logprobs.append(TokenLogprob(token_id, row.logprob, row.top, row.given))
+        if self.before_text is not None:
+            self.before_text()
+        try:
+            self._new_text.append(self.decoder.push(token_id))
+        except ConstraintTooComplex as error:  # a stop pattern that takes too long
+            self.failed = (error.code, str(error))
+            self.finish = "stop"
+
+    def _push_end(self, row: RowResult, token_id: int) -> int | None:
+        """Take the token that ends the output; its id when it stays in the sequence."""
+        is_eos = token_id in self._eos_ids
+        if self.sampling.no_stop_trim:
+            self._append(row, token_id)
+        if self.failed is None:
+            self._end("stop", token_id)
+        if not self.sampling.no_stop_trim:
+            return None
+        if is_eos and self.decoder.finished_by is None:
+            self._before_eos = self.decoder.text.removesuffix(self._eos_text(token_id))
+        return None if is_eos else token_id
+
+    def _eos_text(self, token_id: int) -> str:
+        if self.sampling.skip_special_tokens:
+            return ""
+        return self._tokenizer.token_bytes(token_id, skip_special_tokens=False).decode("utf-8", "replace")
+
     def take_delta(self) -> tuple[str, tuple[int, ...]]:
         """Text that became final, and ids that were drawn, since the last call."""
         text, ids = "".join(self._new_text), tuple(self.output_ids[self._num_taken :])
@@ -115,11 +162,15 @@ class Generation:
         self._num_taken = len(self.output_ids)
         return text, ids
 
-    def keep(self) -> tuple[int, str]:
-        """What of the output stays in the state: leading tokens, and text to be encoded anew after them."""
+    def keep(self) -> Kept:
+        """What of the output stays in the state."""
+        text = self.decoder.text
+        if self._before_eos is not None:
+            return Kept(len(self.output_ids) - 1, self._before_eos, "")
         if self.decoder.finished_by is None:
-            return len(self.output_ids), ""
-        return self.decoder.tokens_for_text(len(self.decoder.text))
+            return Kept(len(self.output_ids), text, "")
+        num_tokens, rest = self.decoder.tokens_for_text(len(text))
+        return Kept(num_tokens, text[: len(text) - len(rest)], rest)
 
     def _end(self, finish: str, matched: str | int | None) -> None:
         self.finish = finish

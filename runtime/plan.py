@@ -8,7 +8,7 @@ two sequences that share a prefix compute it once even when they start in the sa
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -28,6 +28,7 @@ class SampleSpec(msgspec.Struct, frozen=True, kw_only=True):
         seed: resolved seed of this generation; with `position` it fixes the draw.
         position: how many tokens the generation has produced so far.
         output_ids: these tokens, for penalties.
+        processor_params: what the custom logit processor is given.
         blocked_ids: tokens that may not come now (stops before `min_new_tokens`).
         matcher: the constraint's state; its mask is filled for this step.
     """
@@ -38,13 +39,15 @@ class SampleSpec(msgspec.Struct, frozen=True, kw_only=True):
     output_ids: list[int]
     blocked_ids: tuple[int, ...] = ()
     matcher: Matcher | None = None
+    processor_params: Any = None
 
 
 class ScoreSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """Log-probabilities wanted: after the chunk's token at `offset`, of each of `token_ids`."""
+    """Log-probabilities wanted: after the chunk's token at `offset`, of each of `token_ids` and of the `top` best."""
 
     offset: int
     token_ids: tuple[int, ...]
+    top: int = 0
 
 
 class Chunk(msgspec.Struct, frozen=True, kw_only=True):
@@ -109,7 +112,8 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RowResult(msgspec.Struct, frozen=True, kw_only=True):
-    """What a step gave one chunk: the token drawn, its log-probability and top ones, and the scores asked for.
+    """What a step gave one chunk: the token drawn, its log-probability, those of the top ones and of the ids given, and
+    per score asked for the log-probabilities of its ids (`scores`) and of the top ones (`tops`).
 
     `failed` is a reason (a code of `sgl.errors` and a sentence) when this row alone is unusable.
     """
@@ -118,7 +122,9 @@ class RowResult(msgspec.Struct, frozen=True, kw_only=True):
     token_id: int | None = None
     logprob: float = 0.0
     top: tuple[tuple[int, float], ...] = ()
+    given: tuple[tuple[int, float], ...] = ()
     scores: tuple[tuple[float, ...], ...] = ()
+    tops: tuple[tuple[tuple[int, float], ...], ...] = ()
     failed: tuple[str, str] | None = None
 
 

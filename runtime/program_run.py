@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -25,7 +25,6 @@ from sgl.errors import (
     DeadlineExceeded,
     EmptyPrompt,
     ErrorInfo,
-    InvalidParameter,
     InvalidProgram,
     SglError,
     SourceLocation,
@@ -63,6 +62,7 @@ from sgl.lang.graph import (
     ValueEvent,
     validate,
 )
+from sgl.runtime.admission import check_generations
 from sgl.runtime.branch import SMALL, Branch, Read, Reply, text_bytes, text_len
 from sgl.runtime.cache_key import CacheKey
 from sgl.runtime.config import ResolvedConfig
@@ -72,6 +72,7 @@ from sgl.runtime.generation import Generation
 from sgl.runtime.lookahead import path_lengths
 from sgl.runtime.next_use import Lane, next_uses
 from sgl.runtime.program_select import OptionScoring
+from sgl.runtime.prompt_logprobs import prompt_logprobs, prompt_scores
 from sgl.runtime.scheduler import Scheduler
 from sgl.runtime.selection import Selection, common_length
 from sgl.runtime.sequence import ProgramInfo, Request
@@ -88,6 +89,7 @@ class Services(Protocol):
     scheduler: Scheduler
     tokenizer: Tokenizer
     compiler: GrammarCompiler
+    processors: Collection[str]
     faults: FaultPoints | None
 
     def now(self) -> float:
@@ -169,6 +171,7 @@ class ProgramRun:
         try:
             self._check_handles(graph)
             validate(graph, self._known())
+            check_generations(graph, self._services.tokenizer.vocab_size, self._services.processors)
             self._take(graph, finish=finish)
         except Exception as error:  # noqa: BLE001 - a bug in one program must not end the others
             self._fail_by(error)
@@ -478,12 +481,6 @@ class ProgramRun:
         if node.tools:
             raise Unsupported("the local engine cannot generate tool calls yet", location=node.location)
         constraint = node.constraint
-        if constraint is not None and node.sampling.min_new_tokens:
-            raise InvalidParameter(
-                "min_new_tokens cannot be combined with a constraint: it may be complete earlier",
-                hint="bound the length in the constraint itself",
-                param="min_new_tokens",
-            )
 
         def job() -> tuple[list[int], int, CompiledGrammar | None]:
             faults = self._services.faults
@@ -537,6 +534,8 @@ class ProgramRun:
         request = Request(
             sequence,
             generation=generation if sampling.max_new_tokens else None,
+            scores=prompt_scores(sequence.token_ids, sampling),
+            top=sampling.top_logprobs_num,
             new_tokens=new_tokens,
             priority=self.options.priority,
         )
@@ -557,16 +556,17 @@ class ProgramRun:
         if not request.done:
             return
         del self._work[branch.sequence.id]
-        value = generation.decoder.text
-        num_kept, rest = generation.keep()
+        value, kept = generation.decoder.text, generation.keep()
         usage = request.usage()
-        if num_kept < len(generation.output_ids):
-            self._scheduler.truncate(branch.sequence, request.prompt_len + num_kept)
-            if rest:
+        if kept.num_tokens < len(generation.output_ids):
+            self._scheduler.truncate(branch.sequence, request.prompt_len + kept.num_tokens)
+            if kept.rest:
                 usage += self._count(Usage(healed_tokens=1), total=False)
-        branch.transcript.add_generated(value[: len(value) - len(rest)], num_kept)
-        if rest:
-            branch.transcript.add_text(rest)
+        branch.transcript.add_generated(kept.text, kept.num_tokens)
+        if kept.rest:
+            branch.transcript.add_text(kept.rest)
+        if self.options.stream:
+            branch.num_streamed -= len(value) - len(kept.text) - len(kept.rest)
         self._done(
             branch,
             node,
@@ -580,6 +580,7 @@ class ProgramRun:
                 matched=generation.matched,
                 usage=usage,
                 logprobs=tuple(generation.logprobs),
+                prompt_logprobs=prompt_logprobs(request, node.sampling),
             ),
         )
 
@@ -605,10 +606,13 @@ class ProgramRun:
             priority=self.options.priority,
         )
         self._count(Usage(healed_tokens=len(unit) - selection.num_stable))
-        for request in scoring.requests:
-            self._work[request.sequence.id] = _Scoring(branch, node, scoring)
-        for request in scoring.requests:
-            self._add(request, branch, node)
+        self._score(_Scoring(branch, node, scoring), scoring.requests)
+
+    def _score(self, work: _Scoring, requests: Sequence[Request]) -> None:
+        for request in requests:
+            self._work[request.sequence.id] = work
+        for request in list(requests):
+            self._add(request, work.branch, work.node)
 
     def _on_score(self, work: _Scoring, request: Request) -> None:
         branch, node, scoring = work
@@ -618,6 +622,9 @@ class ProgramRun:
             return
         del self._work[request.sequence.id]
         if not scoring.take(request):
+            return
+        if more := scoring.ask_more():
+            self._score(work, more)
             return
         choice, path, scores = scoring.decide(node.seed if node.seed is not None else self._seed(node.id))
         branch.sequence.token_ids.extend(path)

@@ -1,9 +1,10 @@
 """From logits to tokens and log-probabilities.
 
-Owns the order of the steps: vocabulary padding, penalties, blocked ids, constraint mask, temperature, top-k, top-p,
-min-p, draw. The order is that of SGLang; log-probabilities are those of the model itself, before any of it. Called by
-the engine core between forward and process. Rows are independent: one with NaN, or without an allowed token, fails
-alone and is reported in its `RowResult`.
+Owns the order of the steps: vocabulary padding, penalties, logit bias, custom processor, blocked ids, constraint mask,
+temperature, top-k, top-p, min-p, draw. The mask comes last of what changes logits, so that nothing gets past a
+constraint; log-probabilities are those of the model itself, before any of it. Called by the engine core between forward
+and process. Rows are independent: one with NaN, without an allowed token, or whose processor fails, fails alone and is
+reported in its `RowResult`.
 
 A draw is a function of (seed, position): a generator is seeded for each row and step, so that neighbours, batch
 composition and retraction never change it.
@@ -14,13 +15,18 @@ Shapes: R rows of logits, V vocabulary.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
 
 import msgspec
 import torch
 
+from sgl.errors import GenerationError, InvalidLogits, SglError
 from sgl.grammars.matcher import allocate_bitmask, bitmask_to_bool
 from sgl.runtime.plan import Chunk, RowResult, SampleSpec, StepPlan, StepResult
+from sgl.runtime.processors import BUILT_IN, LogitProcessor
 
+_Pairs: TypeAlias = tuple[tuple[int, float], ...]
 _NAN = ("invalid_logits", "the model returned NaN or no finite logit for this row")
 _DEAD_END = ("constraint_dead_end", "the constraint allows no token here")
 
@@ -30,10 +36,12 @@ class Sampler:
 
     Args:
         vocab_size: ids that the tokenizer knows; padding logits beyond it are never drawn.
+        processors: custom logit processors by name.
     """
 
-    def __init__(self, vocab_size: int) -> None:
+    def __init__(self, vocab_size: int, processors: Mapping[str, LogitProcessor] = BUILT_IN) -> None:
         self.vocab_size = vocab_size
+        self.processors = processors
 
     def sample(self, plan: StepPlan, logits: torch.Tensor) -> StepResult:
         """One result per chunk. `logits` is float32 `[R, V]`, rows in the plan's order; it is not changed."""
@@ -50,48 +58,70 @@ class Sampler:
         rows = []
         for chunk, offsets, block in blocks:
             row = next(drawn) if chunk.sample is not None else RowResult(sequence=chunk.sequence)
-            scores, failed = self._score(chunk, offsets, block)
+            scores, tops, failed = self._score(chunk, offsets, block)
             rows.append(
-                msgspec.structs.replace(row, sequence=chunk.sequence, scores=scores, failed=row.failed or failed)
+                msgspec.structs.replace(
+                    row, sequence=chunk.sequence, scores=scores, tops=tops, failed=row.failed or failed
+                )
             )
         return StepResult(rows=tuple(rows))
 
     def _score(
         self, chunk: Chunk, offsets: list[int], block: torch.Tensor
-    ) -> tuple[tuple[tuple[float, ...], ...], tuple[str, str] | None]:
-        """The log-probabilities that a chunk asks for, and why there are none."""
+    ) -> tuple[tuple[tuple[float, ...], ...], tuple[_Pairs, ...], tuple[str, str] | None]:
+        """The log-probabilities that a chunk asks for, of ids and of top ones, and why there are none."""
         if not chunk.scores:
-            return (), None
+            return (), (), None
         wanted = block[[offsets.index(score.offset) for score in chunk.scores], : self.vocab_size]
         if bool(torch.isnan(wanted).any()):
-            return tuple(() for _ in chunk.scores), _NAN
+            nothing = tuple(() for _ in chunk.scores)
+            return nothing, nothing, _NAN
         logprobs = torch.log_softmax(wanted, dim=-1)
-        return tuple(tuple(logprobs[i, list(s.token_ids)].tolist()) for i, s in enumerate(chunk.scores)), None
+        values = tuple(tuple(logprobs[i, list(s.token_ids)].tolist()) for i, s in enumerate(chunk.scores))
+        return values, tuple(_top(logprobs[i], s.top) for i, s in enumerate(chunk.scores)), None
 
     def _draw(self, logits: torch.Tensor, drawing: list[tuple[int, SampleSpec]]) -> list[RowResult]:
         if not drawing:
             return []
         raw = logits[[row for row, _ in drawing], : self.vocab_size]
         specs = [spec for _, spec in drawing]
-        broken = (torch.isnan(raw).any(dim=-1) | (raw.max(dim=-1).values == -torch.inf)).tolist()
-        allowed = self._allowed(specs, raw.device)
+        failures = {
+            i: _NAN
+            for i, broken in enumerate((torch.isnan(raw).any(dim=-1) | (raw.max(dim=-1).values == -torch.inf)).tolist())
+            if broken
+        }
         adjusted = raw.clone()
         for i, spec in enumerate(specs):
             _penalize(adjusted[i], spec)
+            if i not in failures and (failed := self._process(adjusted[i], spec)) is not None:
+                failures[i] = failed
+        allowed = self._allowed(specs, raw.device)
         if allowed is not None:
             adjusted.masked_fill_(~allowed, -torch.inf)
         dead = (adjusted.max(dim=-1).values == -torch.inf).tolist()
         greedy = adjusted.argmax(dim=-1).tolist()
         results = []
         for i, spec in enumerate(specs):
-            if broken[i]:
-                results.append(RowResult(sequence=0, failed=_NAN))
+            if i in failures:
+                results.append(RowResult(sequence=0, failed=failures[i]))
             elif dead[i]:
                 results.append(RowResult(sequence=0, failed=_DEAD_END))
             else:
                 token = greedy[i] if spec.sampling.temperature < 1e-5 else _draw_row(adjusted[i], spec)
                 results.append(_described(raw[i], token, spec))
         return results
+
+    def _process(self, row: torch.Tensor, spec: SampleSpec) -> tuple[str, str] | None:
+        """Have the request's processor change the row in place, then block ids; why the row is unusable."""
+        name = spec.sampling.custom_logit_processor
+        failed = None
+        if name is not None:
+            processor = self.processors[name]  # admission has seen to it that there is one
+            failed = _replace(row, name, lambda row: processor(row, tuple(spec.output_ids), spec.processor_params))
+        blocked = [token for token in spec.blocked_ids if token < len(row)]
+        if blocked:
+            row[blocked] = -torch.inf
+        return failed
 
     def _allowed(self, specs: list[SampleSpec], device: torch.device) -> torch.Tensor | None:
         """Boolean `[rows, V]` of what the constraints allow; `None` when there is no constraint."""
@@ -110,15 +140,26 @@ def _described(raw: torch.Tensor, token: int, spec: SampleSpec) -> RowResult:
     if not sampling.return_logprob:
         return RowResult(sequence=0, token_id=token)
     logprobs = torch.log_softmax(raw, dim=-1)
-    top: tuple[tuple[int, float], ...] = ()
-    if sampling.top_logprobs_num:
-        values, ids = logprobs.topk(min(sampling.top_logprobs_num, len(logprobs)))
-        top = tuple(zip(ids.tolist(), values.tolist(), strict=True))
-    return RowResult(sequence=0, token_id=token, logprob=float(logprobs[token]), top=top)
+    ids = sampling.token_ids_logprob
+    return RowResult(
+        sequence=0,
+        token_id=token,
+        logprob=float(logprobs[token]),
+        top=_top(logprobs, sampling.top_logprobs_num),
+        given=tuple(zip(ids, logprobs[list(ids)].tolist(), strict=True)) if ids else (),
+    )
+
+
+def _top(logprobs: torch.Tensor, num: int) -> _Pairs:
+    """The `num` most probable ids of one row, with their log-probabilities."""
+    if not num:
+        return ()
+    values, ids = logprobs.topk(min(num, len(logprobs)))
+    return tuple(zip(ids.tolist(), values.tolist(), strict=True))
 
 
 def _penalize(row: torch.Tensor, spec: SampleSpec) -> None:
-    """Apply penalties over the output so far, and block ids, in place. `row` is `[V]`."""
+    """Apply penalties over the output so far, and the logit bias, in place. `row` is `[V]`."""
     sampling = spec.sampling
     penalties = (sampling.frequency_penalty, sampling.presence_penalty, sampling.repetition_penalty)
     if spec.output_ids and penalties != (0.0, 0.0, 1.0):
@@ -127,9 +168,25 @@ def _penalize(row: torch.Tensor, spec: SampleSpec) -> None:
         values = row[ids] - sampling.frequency_penalty * counts - sampling.presence_penalty
         scale = sampling.repetition_penalty
         row[ids] = torch.where(values > 0, values / scale, values * scale)
-    blocked = [token for token in spec.blocked_ids if token < len(row)]
-    if blocked:
-        row[blocked] = -torch.inf
+    if sampling.logit_bias:
+        biased, bias = zip(*sampling.logit_bias, strict=True)
+        row[list(biased)] += torch.tensor(bias, dtype=row.dtype, device=row.device)
+
+
+def _replace(row: torch.Tensor, name: str, processor: Callable[[torch.Tensor], Any]) -> tuple[str, str] | None:
+    """Give a copy of the row to a processor and take what it returns; what is wrong with that."""
+    try:
+        changed = processor(row.clone())
+    except Exception as error:  # noqa: BLE001 - code of the operator: it fails the row that asked for it
+        said = error.message if isinstance(error, SglError) else f"{type(error).__name__}: {error}"
+        return GenerationError.code, f"the logit processor {name!r} raised: {said}"
+    if not isinstance(changed, torch.Tensor) or changed.shape != row.shape or not changed.is_floating_point():
+        what = f"{tuple(changed.shape)} {changed.dtype}" if isinstance(changed, torch.Tensor) else repr(changed)[:80]
+        return GenerationError.code, f"the logit processor {name!r} returned {what}; expected {tuple(row.shape)} floats"
+    if bool(torch.isnan(changed).any() | (changed == torch.inf).any()):
+        return InvalidLogits.code, f"the logit processor {name!r} returned NaN or infinity"
+    row.copy_(changed)
+    return None
 
 
 def _draw_row(row: torch.Tensor, spec: SampleSpec) -> int:

@@ -27,6 +27,7 @@ from sgl.runtime.config import ResolvedConfig
 from sgl.runtime.estimate import OutputEstimate
 from sgl.runtime.failures import internal_error
 from sgl.runtime.paging import Paging
+from sgl.runtime.pins import Pins
 from sgl.runtime.plan import Chunk, ScoreSpec, StepPlan, StepResult
 from sgl.runtime.policies import MAX_SKIPS, QueuePolicy, victim
 from sgl.runtime.radix import RadixNode
@@ -56,12 +57,14 @@ class Scheduler:
         self.stats = stats
         self.page_size = config.page_size
         self.paging = Paging(config, stats, self._outlook)
+        self.pins = Pins(self.paging, self, max_tokens=config.max_pinned_tokens, num_pages=config.num_pages)
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self._num_admitted = 0
         self._policy = QueuePolicy(config.schedule_policy, self._cached_prefix, seed=config.random_seed)
         self._on_end = on_end
         self._estimate = OutputEstimate(config.schedule_conservativeness)
+        self._logit_rows = limits.max_logit_rows  # scored prompt positions that the step has room for
         stats.pages_total = config.num_pages
 
     # --- sequences: the commands of a program run ---
@@ -116,21 +119,17 @@ class Scheduler:
                 prompt_tokens=request.prompt_len,
                 context_len=config.context_len,
             )
-        needed = min(request.prompt_len + request.new_tokens, config.context_len)
-        if -(-needed // self.page_size) > config.num_pages:
-            raise NeverFits(
-                f"{request.prompt_len} prompt and {request.new_tokens} new tokens need {needed} tokens of KV cache; "
-                f"the whole pool holds {config.pool_tokens}",
-                hint="lower max_new_tokens, or raise max_total_tokens",
-                needed_tokens=needed,
-                pool_tokens=config.pool_tokens,
-            )
+        self._check_fits(request)
         request.sequence.priority = max(request.sequence.priority, request.priority)
-        request.account_found(0, min(request.sequence.num_computed, request.prompt_len - 1))
+        request.account_found(0, min(request.sequence.num_computed, request.reusable_len))
         request.due = self._num_admitted + len(self.waiting) + MAX_SKIPS
         self.waiting.append(request)
         request.queued = True
         self.stats.requests += 1
+
+    def largest_need(self) -> int:
+        """Pages that the largest request that runs or waits needs, alone."""
+        return max((self._needed_pages(request) for request in (*self.running, *self.waiting)), default=0)
 
     def abort(self, requests: Iterable[Request]) -> None:
         """Take requests out, whatever phase they are in; their counters are kept."""
@@ -155,6 +154,7 @@ class Scheduler:
         """The next step: running requests first, decoding ones before prefilling ones, then waiting ones."""
         budget = self.config.chunked_prefill_size
         planned: dict[int, Chunk] = {}
+        self._logit_rows = self.limits.max_logit_rows
         self.paging.begin_step()
         self._preempt()
         for request in sorted(self.running, key=_urgency):
@@ -167,10 +167,10 @@ class Scheduler:
 
     def _admit(self, budget: int, planned: dict[int, Chunk]) -> None:
         """Start waiting requests in the policy's order, until tokens, rows or pages of this step are used up."""
-        if not self.waiting or budget <= 0 or len(self.running) >= self.config.max_running_requests:
+        if not self.waiting or budget <= 0:
             return
         for request in self._policy.order(self.waiting, self._num_admitted):
-            if budget <= 0 or len(self.running) >= self.config.max_running_requests or not self._admissible(request):
+            if budget <= 0 or self._is_full(request) or not self._admissible(request):
                 return
             self.waiting.remove(request)
             self.running.append(request)
@@ -193,7 +193,7 @@ class Scheduler:
             lowest = min(self.running, key=lambda request: request.priority)
             if urgent.priority - lowest.priority < threshold:
                 return
-            if len(self.running) < self.config.max_running_requests and self._admissible(urgent):
+            if not self._is_full(urgent) and self._admissible(urgent):
                 return
             self._put_back(lowest)
             self.stats.preemptions += 1
@@ -213,8 +213,8 @@ class Scheduler:
                 self._finish(request)
                 self.paging.discard(request.sequence, chunk.start)
                 continue
-            for score, values in zip(chunk.scores, row.scores, strict=True):
-                request.logprobs[chunk.start + score.offset] = values
+            for score, values, top in zip(chunk.scores, row.scores, row.tops, strict=True):
+                request.take_scores(chunk.start + score.offset, values, top)
             if row.token_id is not None and request.generation is not None:
                 request.completion_tokens += 1
                 try:
@@ -235,7 +235,10 @@ class Scheduler:
 
     def reset(self) -> int:
         """Drop every page of every sequence and the whole cache: what a failed step may have left is not trusted."""
-        return self.paging.reset()
+        self.pins.lose(unpin=True)
+        num_pages = self.paging.reset()
+        self.pins.recompute()
+        return num_pages
 
     def rebuild(self, dead: Set[int]) -> None:
         """Forget the sequences `dead` with their requests, and begin with an empty pool and tree: what keeps them did
@@ -244,7 +247,9 @@ class Scheduler:
             for request in [request for request in queue if request.sequence.id in dead]:
                 request.done = True
                 queue.remove(request)
+        self.pins.lose(unpin=False)
         self.paging.rebuild(dead)
+        self.pins.recompute()
 
     def flush(self) -> int:
         """Drop every cached page that no live sequence stands on; how many there were."""
@@ -254,10 +259,32 @@ class Scheduler:
         """Bring the gauges in `stats` up to date."""
         self.paging.gauge()
         stats = self.stats
+        stats.pages_pinned = self.paging.tree.num_pinned
         stats.num_running = len(self.running)
         stats.num_waiting = len(self.waiting)
 
     # --- inside ---
+
+    def _check_fits(self, request: Request) -> None:
+        """Refuse a request for which there would be too little room even if nothing else ran."""
+        pinned = 0
+        if self.pins:
+            sequence = request.sequence
+            pinned = self.pins.num_pages - self.pins.shared_pages(sequence.namespace, sequence.token_ids)
+        if self._needed_pages(request) > self.config.num_pages - pinned:
+            needed = min(request.prompt_len + request.new_tokens, self.config.context_len)
+            raise NeverFits(
+                f"{request.prompt_len} prompt and {request.new_tokens} new tokens need {needed} tokens of KV cache; "
+                f"the whole pool holds {self.config.pool_tokens}"
+                + (f", of which {pinned * self.page_size} are pinned" if pinned else ""),
+                hint="lower max_new_tokens, or raise max_total_tokens",
+                needed_tokens=needed,
+                pool_tokens=self.config.pool_tokens,
+            )
+
+    def _needed_pages(self, request: Request) -> int:
+        """Pages of the request's prompt and of all that it may generate."""
+        return -(-min(request.prompt_len + request.new_tokens, self.config.context_len) // self.page_size)
 
     def _plan(self, request: Request, budget: int, planned: dict[int, Chunk]) -> int:
         """Add the request's next chunk, of at most `budget` tokens, to `planned`; its number of tokens.
@@ -267,8 +294,7 @@ class Scheduler:
         sequence = request.sequence
         length = len(sequence)
         before = sequence.num_computed
-        # What must be computed to get its logits may not be skipped by a match.
-        limit = min([length - 1, *(position for position in request.scores if position not in request.logprobs)])
+        limit = request.reusable_len
         if before > limit:
             self.paging.forget(sequence, limit)
         self.paging.find(sequence, limit, again=request.accounted > before)
@@ -277,12 +303,19 @@ class Scheduler:
         source, num_copied = self.paging.borrowable(sequence, limit)
         start = found + num_copied
         end = min(length, start + budget)
+        scored = request.unscored(start, end)
+        if not request.score_only and len(scored) > self._logit_rows:
+            end = scored[self._logit_rows]
+            scored = scored[: self._logit_rows]
+            if end == start:
+                return 0
         missing = -(-end // self.page_size) - len(sequence.pages)
         if missing > 0:
             if not self._make_room(missing, request, planned):
                 return 0
             self.paging.grow(sequence, missing, source, num_copied)
             request.account_found(found, start)
+        self._logit_rows -= 0 if request.score_only else len(scored)
         request.account_computed(start, end)
         request.last_step = self.step
         self.paging.write(sequence, start, end)
@@ -290,9 +323,8 @@ class Scheduler:
             self.paging.publish(sequence, end)
         sample = request.generation.spec() if request.generation is not None and end == length else None
         scores = tuple(
-            ScoreSpec(offset=position - start, token_ids=ids)
-            for position, ids in sorted(request.scores.items())
-            if start <= position < end
+            ScoreSpec(offset=position - start, token_ids=request.scores[position], top=request.top)
+            for position in scored
         )
         planned[sequence.id] = Chunk(
             sequence=sequence.id,
@@ -330,6 +362,11 @@ class Scheduler:
         self.waiting.appendleft(request)
         if request.prefill_tokens or request.completion_tokens:
             self.stats.retractions += 1
+
+    def _is_full(self, request: Request) -> bool:
+        """Whether the batch has no row for the request. Options of a select take none: they are gone with the step."""
+        rows = sum(not other.score_only for other in self.running)
+        return not request.score_only and rows >= self.config.max_running_requests
 
     def _admissible(self, request: Request) -> bool:
         """Whether there is room for the request, and for what everyone running is expected to grow by."""
@@ -370,6 +407,7 @@ class Scheduler:
         if request.generation is not None and request.generation.finished:
             self._estimate.ended(request.completion_tokens)
         self.paging.rest(request.sequence)
+        self.pins.ended(request)
 
 
 def _unlocked_pages(node: RadixNode) -> int:

@@ -14,6 +14,8 @@ Layout of a sequence:
 from __future__ import annotations
 
 import math
+from collections import deque
+from itertools import takewhile
 from typing import Protocol
 
 from sgl.lang.graph import Usage
@@ -115,7 +117,8 @@ class Request:
         sequence: what to compute; its ids at this moment are the prompt.
         priority: larger runs earlier.
         generation: draws tokens after the prompt; `None` computes the prompt only.
-        scores: position -> ids whose log-probabilities are wanted after the token there.
+        scores: position -> ids whose log-probabilities are wanted after the token there, and with each those of the
+            `top` most probable ones.
         new_tokens: most tokens that will be appended.
         score_only: an option of a select: only what it computes itself counts as its prompt.
         option: number of the option whose unconditional score this is.
@@ -127,6 +130,7 @@ class Request:
         *,
         generation: Sampled | None = None,
         scores: dict[int, tuple[int, ...]] | None = None,
+        top: int = 0,
         new_tokens: int = 0,
         priority: int = 0,
         score_only: bool = False,
@@ -135,6 +139,7 @@ class Request:
         self.sequence = sequence
         self.generation = generation
         self.scores = scores or {}
+        self.top = top
         self.new_tokens = new_tokens
         self.priority = priority
         self.score_only = score_only
@@ -148,6 +153,8 @@ class Request:
         self.prompt_len = len(sequence)
         self.accounted = 0
         self.logprobs: dict[int, tuple[float, ...]] = {}
+        self.tops: dict[int, tuple[tuple[int, float], ...]] = {}
+        self._unscored = deque(sorted(self.scores))
         self.failed: tuple[str, str] | None = None
         self.queued = False
         self.queued_at = 0.0
@@ -157,6 +164,23 @@ class Request:
         self.prefill_tokens = 0
         self.completion_tokens = 0
         self.recomputed_tokens = 0
+
+    @property
+    def reusable_len(self) -> int:
+        """Most tokens that may be taken from the cache: what is computed to get its logits may not be."""
+        return min(len(self.sequence) - 1, self._unscored[0]) if self._unscored else len(self.sequence) - 1
+
+    def unscored(self, start: int, end: int) -> list[int]:
+        """Positions from `start` to `end` whose log-probabilities are still to come."""
+        return [position for position in takewhile(lambda p: p < end, self._unscored) if position >= start]
+
+    def take_scores(self, position: int, values: tuple[float, ...], top: tuple[tuple[int, float], ...]) -> None:
+        """The log-probabilities after the token at `position`."""
+        self.logprobs[position] = values
+        if top:
+            self.tops[position] = top
+        while self._unscored and self._unscored[0] in self.logprobs:
+            self._unscored.popleft()
 
     def account_found(self, start: int, end: int) -> None:
         """Positions `start .. end` were found in the cache."""

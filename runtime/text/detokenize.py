@@ -1,16 +1,17 @@
 """Tokens to text, one at a time: what may be shown now, where a stop string ended it, and which tokens to keep.
 
 Owns the text side of one running generation. The worker makes one `StreamDecoder` per generation, pushes every
-generated token and rewinds the state with `tokens_for_text` when a stop string ends inside a token. Works on token
-bytes, so the cost of a push does not grow with the output.
+generated token and rewinds the state with `tokens_for_text` when a stop ends inside a token. Works on token bytes;
+what a stop is, `stops.py` says.
 
 Invariants:
 
 * The pushes and `finish` put together are exactly `text`; nothing shown is ever taken back.
-* A character is shown only when all its bytes are there; text that may be the beginning of a stop string is held.
+* A character is shown only when all its bytes are there; text that may be the beginning of a stop is held.
 * The result does not depend on how the text is cut into tokens.
 
-Bytes that are not UTF-8 become one U+FFFD for each malformed sequence; nothing here raises on a model's output.
+Bytes that are not UTF-8 become one U+FFFD for each malformed sequence; nothing here raises on a model's output, except
+`ConstraintTooComplex` from a stop pattern that takes too long.
 """
 
 from __future__ import annotations
@@ -20,47 +21,56 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from typing import Protocol
 
+from sgl.runtime.text.stops import StopMatch, StopSearch
+
 
 class TokenBytes(Protocol):
     """What the decoder needs of a tokenizer."""
 
-    def token_bytes(self, token_id: int) -> bytes:
-        """Bytes of a token; empty for special tokens."""
+    def token_bytes(self, token_id: int, *, skip_special_tokens: bool = True) -> bytes:
+        """Bytes of a token; empty for special tokens that are skipped."""
         ...
 
 
 class StreamDecoder:
     """Incremental decoder of one generation.
 
-    The stop string that is completed first wins; of several that end at the same character, the longest. This is
-    what a reader of the characters would do, so it does not depend on token boundaries.
+    The stop that is completed first wins; of several that end at the same character, the longest. This is what a
+    reader of the characters would do, so it does not depend on token boundaries.
 
     Args:
         tokenizer: source of token bytes.
-        stop: non-empty stop strings.
-        keep_stop: the matched stop string belongs to the text (it is trimmed otherwise).
-        min_tokens: stop strings are not looked for in the text of the tokens before so many exist.
+        skip_special_tokens: special tokens have no text (they have their name otherwise).
+        stop, stop_regex: non-empty stop strings, and checked patterns.
+        keep_stop: the matched stop belongs to the text (it is trimmed otherwise).
+        min_tokens: stops are not looked for in the text of the tokens before so many exist.
 
     Attributes:
-        finished_by: the stop string that ended the text, or `None`. Tokens pushed afterwards are ignored.
+        finished_by: the text of the stop that ended it, or `None`. Tokens pushed afterwards are ignored.
     """
 
     def __init__(
-        self, tokenizer: TokenBytes, stop: Sequence[str] = (), *, keep_stop: bool = False, min_tokens: int = 0
+        self,
+        tokenizer: TokenBytes,
+        stop: Sequence[str] = (),
+        stop_regex: Sequence[str] = (),
+        *,
+        keep_stop: bool = False,
+        min_tokens: int = 0,
+        skip_special_tokens: bool = True,
     ) -> None:
         self.finished_by: str | None = None
         self._tokenizer = tokenizer
-        self._stop = tuple(stop)
-        self._stop_starts = frozenset(text[0] for text in self._stop)
-        self._longest_stop = max(map(len, self._stop), default=0)
+        self._skip_special_tokens = skip_special_tokens
+        self._stops = StopSearch(stop, stop_regex)
         self._keep_stop = keep_stop
         self._min_tokens = min_tokens
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-        self._shown: list[str] = []
-        self._held = ""
+        self._text = ""  # all characters so far
+        self._num_shown = 0
+        self._match: StopMatch | None = None
         self._done = False
         self._num_tokens = 0
-        self._num_chars = 0
         # Token boundaries that are also character boundaries: tokens and characters before each, both ascending.
         self._boundary_tokens = [0]
         self._boundary_chars = [0]
@@ -73,40 +83,39 @@ class StreamDecoder:
     @property
     def text(self) -> str:
         """The text shown so far; once finished, the whole text."""
-        return "".join(self._shown)
+        return self._text[: self._num_shown]
 
     def push(self, token_id: int) -> str:
         """Add a token; the text that became final with it (often empty)."""
         if self._done:
             return ""
         self._num_tokens += 1
-        new = self._utf8.decode(self._tokenizer.token_bytes(token_id))
-        self._num_chars += len(new)
+        new = self._utf8.decode(self._bytes(token_id))
+        seen = len(self._text)
+        self._text += new
         if not self._utf8.getstate()[0]:
             self._boundary_tokens.append(self._num_tokens)
-            self._boundary_chars.append(self._num_chars)
-        return self._release(new) if new else ""
+            self._boundary_chars.append(len(self._text))
+        return self._release(seen) if new else ""
 
     def finish(self) -> str:
         """End the text; what was held back. Incomplete bytes become one U+FFFD. A second call returns nothing."""
         if self._done:
             return ""
         rest = self._utf8.decode(b"", final=True)
-        self._num_chars += len(rest)
-        shown = self._release(rest) if rest else ""
+        seen = len(self._text)
+        self._text += rest
+        shown = self._release(seen) if rest else ""
         if not self._done:
             self._done = True
-            shown += self._held
-            self._show(self._held)
-            self._held = ""
+            shown += self._show(len(self._text))
         return shown
 
     def trim(self, keep_stop: bool) -> str:
-        """The text with or without the stop string that ended it, whatever `keep_stop` was at construction."""
-        text = self.text
-        if self.finished_by is None or keep_stop == self._keep_stop:
-            return text
-        return text + self.finished_by if keep_stop else text[: -len(self.finished_by)]
+        """The text with or without the stop that ended it, whatever `keep_stop` was at construction."""
+        if self._match is None:
+            return self.text
+        return self._text[: self._match.end if keep_stop else self._match.begin]
 
     def tokens_for_text(self, length: int) -> tuple[int, str]:
         """How to keep the first `length` characters: (leading tokens, text left over).
@@ -117,41 +126,24 @@ class StreamDecoder:
         index = bisect_right(self._boundary_chars, length) - 1
         return self._boundary_tokens[index], self.trim(True)[self._boundary_chars[index] : length]
 
-    def _release(self, new: str) -> str:
-        text = self._held + new
-        if not self._stop or self._num_tokens < self._min_tokens:
-            return self._show(text)
-        match = self._first_stop(text)
-        if match is not None:
-            end, self.finished_by = match
-            self._done = True
-            self._held = ""
-            return self._show(text[:end] if self._keep_stop else text[: end - len(self.finished_by)])
-        hold = self._hold_from(text)
-        self._held = text[hold:]
-        return self._show(text[:hold])
+    def _bytes(self, token_id: int) -> bytes:
+        if self._skip_special_tokens:
+            return self._tokenizer.token_bytes(token_id)
+        return self._tokenizer.token_bytes(token_id, skip_special_tokens=False)
 
-    def _show(self, text: str) -> str:
-        if text:
-            self._shown.append(text)
-        return text
+    def _release(self, seen: int) -> str:
+        """Show what can be shown; `seen` characters were there before."""
+        if not self._stops or self._num_tokens < self._min_tokens:
+            return self._show(len(self._text))
+        # Shown text cannot be part of a match: it was shown because no stop could begin in it.
+        match, hold = self._stops.look(self._text, self._num_shown, seen)
+        if match is None:
+            return self._show(hold)
+        self._match, self._done = match, True
+        self.finished_by = self._text[match.begin : match.end]
+        return self._show(match.end if self._keep_stop else match.begin)
 
-    def _first_stop(self, text: str) -> tuple[int, str] | None:
-        # Shown text cannot be part of a match: it was shown because no stop string could begin in it.
-        best: tuple[int, str] | None = None
-        for stop in self._stop:
-            start = text.find(stop)
-            if start < 0:
-                continue
-            end = start + len(stop)
-            if best is None or end < best[0] or (end == best[0] and len(stop) > len(best[1])):
-                best = (end, stop)
-        return best
-
-    def _hold_from(self, text: str) -> int:
-        for start in range(max(0, len(text) - self._longest_stop + 1), len(text)):
-            if text[start] in self._stop_starts:
-                tail = text[start:]
-                if any(stop.startswith(tail) for stop in self._stop):
-                    return start
-        return len(text)
+    def _show(self, end: int) -> str:
+        new = self._text[self._num_shown : end]
+        self._num_shown = end
+        return new
