@@ -113,6 +113,16 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         Meta(description="When the chat template rewrites earlier turns: follow it, or keep the state."),
     ] = "template"
     random_seed: Annotated[Seed | None, Meta(description="Seed of generations that have none.")] = None
+    sampling_defaults: Annotated[
+        Literal["model", "openai"],
+        Meta(
+            description="Where sampling parameters that nobody gives come from: generation_config.json, or constants."
+        ),
+    ] = "model"
+    logit_processors: Annotated[
+        tuple[str, ...],
+        Meta(description="Custom logit processors that requests may name, each `module:attribute`; imported at start."),
+    ] = ()
     num_threads: Annotated[Count | None, Meta(description="CPU threads of the model.")] = None
     offline: Annotated[bool, Meta(description="Never touch the network; use what is in the cache.")] = False
     enable_deterministic_inference: Annotated[

@@ -113,7 +113,7 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 class RowResult(msgspec.Struct, frozen=True, kw_only=True):
     """What a step gave one chunk: the token drawn, its log-probability, those of the top ones and of the ids given, and
-    per score asked for the log-probabilities of its ids (`scores`) and of the top ones (`tops`).
+    per score asked for the log-probabilities of its ids (`scores`) and of the top ones (`tops`; empty without any).
 
     `failed` is a reason (a code of `sgl.errors` and a sentence) when this row alone is unusable.
     """

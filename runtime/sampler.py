@@ -74,11 +74,11 @@ class Sampler:
             return (), (), None
         wanted = block[[offsets.index(score.offset) for score in chunk.scores], : self.vocab_size]
         if bool(torch.isnan(wanted).any()):
-            nothing = tuple(() for _ in chunk.scores)
-            return nothing, nothing, _NAN
+            return tuple(() for _ in chunk.scores), (), _NAN
         logprobs = torch.log_softmax(wanted, dim=-1)
         values = tuple(tuple(logprobs[i, list(s.token_ids)].tolist()) for i, s in enumerate(chunk.scores))
-        return values, tuple(_top(logprobs[i], s.top) for i, s in enumerate(chunk.scores)), None
+        tops = tuple(_top(logprobs[i], s.top) for i, s in enumerate(chunk.scores))
+        return values, tops if any(tops) else (), None
 
     def _draw(self, logits: torch.Tensor, drawing: list[tuple[int, SampleSpec]]) -> list[RowResult]:
         if not drawing:

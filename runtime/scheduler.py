@@ -213,8 +213,8 @@ class Scheduler:
                 self._finish(request)
                 self.paging.discard(request.sequence, chunk.start)
                 continue
-            for score, values, top in zip(chunk.scores, row.scores, row.tops, strict=True):
-                request.take_scores(chunk.start + score.offset, values, top)
+            for i, (score, values) in enumerate(zip(chunk.scores, row.scores, strict=True)):
+                request.take_scores(chunk.start + score.offset, values, row.tops[i] if row.tops else ())
             if row.token_id is not None and request.generation is not None:
                 request.completion_tokens += 1
                 try:

@@ -61,6 +61,8 @@ from sgl.runtime.messages import (
     unpack_to_worker,
 )
 from sgl.runtime.overrides import Settings, override
+from sgl.runtime.processors import load_processors
+from sgl.runtime.sampling_defaults import model_defaults
 from sgl.runtime.text.tokenizer import Tokenizer
 from sgl.runtime.trace import Tracer
 from sgl.runtime.watchdog import Watchdog
@@ -286,6 +288,7 @@ def build_core(
     from sgl.runtime.model_runner import ModelRunner
     from sgl.runtime.sampler import Sampler
 
+    processors = load_processors(config.logit_processors)
     progress(f"opening {config.model_path}")
 
     def downloading(done: int, total: int | None) -> None:
@@ -300,6 +303,7 @@ def build_core(
         progress=downloading,
     )
     checkpoint = open_checkpoint(source, config.json_model_override_args)
+    defaults = model_defaults(checkpoint.folder) if config.sampling_defaults == "model" else {}
     path = config.tokenizer_path
     tokenizer = checkpoint.tokenizer() if path is None else Tokenizer.from_folder(path)
     if tokenizer.vocab_size > checkpoint.config.vocab_size:
@@ -315,16 +319,27 @@ def build_core(
         resolved.dtype, resolved.device, deterministic=resolved.deterministic, context_len=resolved.context_len
     )
     runner = ModelRunner(model, checkpoint.config, resolved)
-    sampler = Sampler(tokenizer.vocab_size)
+    sampler = Sampler(tokenizer.vocab_size, processors)
     tracer = Tracer(config.trace_file, time.monotonic) if config.trace_file is not None else None
     core = kind(
-        resolved, tokenizer, runner, sampler, emit=emit, executor=executor, wake=wake, tracer=tracer, faults=faults
+        resolved,
+        tokenizer,
+        runner,
+        sampler,
+        emit=emit,
+        executor=executor,
+        wake=wake,
+        processors=frozenset(processors),
+        tracer=tracer,
+        faults=faults,
     )
     info = {
         "model": source.name,
         "model_path": str(source.path) if source.path else source.name,
         "architecture": checkpoint.config.architecture,
         "vocab_size": tokenizer.vocab_size,
+        "sampling_defaults": defaults,
+        "logit_processors": sorted(processors),
         "resolved": msgspec.to_builtins(resolved),
         "overrides": [],
     }
