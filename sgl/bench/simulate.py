@@ -1,8 +1,8 @@
 """`sgl bench simulate`: what a recorded load would have cost under other settings, on virtual time.
 
 Owns the comparison: the programs of a `message_log` go through the simulator once per variant. Counters are those of
-the real scheduler, tree and pool; seconds are the latency model's, fitted to a `trace_file` of the same machine when one
-is given. Loads the model's tokenizer, never its weights.
+the real scheduler, tree and pool; seconds are the latency model's, fitted to a `trace_file` of the same machine when
+one is given. Loads the model's tokenizer, never its weights.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ import pytest
 from support.scripted import small_config
 
 import sgl
+from sgl.bench.simulate import run
 from sgl.errors import ConfigError
 from sgl.lang.graph import Fork, Gen, Graph, Join, LiteralText, ProgramOptions, Release, Sampling, Select, Text
 from sgl.runtime.simulator import (
@@ -157,3 +158,18 @@ def test_arrivals_are_a_poisson_process_by_seed() -> None:
     assert arrivals == sorted(arrivals)
     assert arrivals[-1] == pytest.approx(2000 / 50, rel=0.1)
     assert [p.arrival_s for p in poisson(programs, 50.0, seed=1)] != arrivals
+
+
+def test_the_command_compares_variants(tmp_path: Path) -> None:
+    log = tmp_path / "log.jsonl"
+    with sgl.Engine(model_path="dummy", max_total_tokens=2048, message_log=str(log)) as engine:
+        chain.run_batch([{"question": f"question {i}? "} for i in range(6)], backend=engine)
+    report = run(log, {"model_path": "dummy"}, vary=["max-running-requests=1,8"], rate=100.0)
+    narrow, wide = report.variants
+    assert (narrow.fields, narrow.programs, narrow.failed) == ({"max_running_requests": 1}, 6, 0)
+    assert narrow.decode_tokens == wide.decode_tokens == 6 * 15
+    assert narrow.forwards > wide.forwards
+    assert narrow.makespan_s > wide.makespan_s
+    for wrong in ("page_size", "page_size=", "pages=1", "page_size=x"):
+        with pytest.raises(ConfigError):
+            run(log, {"model_path": "dummy"}, vary=[wrong])
