@@ -1,0 +1,210 @@
+"""`sgl bench program --wall`: programs against the same calls as plain requests, on our own engine.
+
+Owns the two comparisons and what is run in them; the pairs, the watch over the cores and the statistics are those of
+`sgl.bench.harness`. Both sides use the same model, threads and calls; every run starts with an empty cache.
+
+* One by one, cache off: plain requests to an engine without prefix cache, each sent when the one before has ended.
+* Together, cache on: plain requests to the same engine, as many at a time as the programs have under way.
+
+The programs run in the ordinary way in both: all calls of a wave together, on an engine with its cache.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import msgspec
+
+from sgl.bench.harness import PairPlan, measure_pairs
+from sgl.bench.load import ProcSampler, Sampler, least_busy
+from sgl.bench.pairs import Pair, Result, summarise
+from sgl.bench.plain import PlainBackend
+from sgl.bench.program import unit_of, waves
+from sgl.bench.provenance import Provenance, provenance, side_variables
+from sgl.bench.workloads import Call, Workload
+from sgl.errors import ConfigError
+from sgl.lang.backend import Backend
+from sgl.runtime.config import config_from_mapping
+from sgl.runtime.engine import Engine
+from sgl.runtime.loading.facts import cpu_count
+
+ONE_BY_ONE = "one by one, cache off"
+TOGETHER = "together, cache on"
+_MOST_TOGETHER = 96
+"""Programs under way at a time, as in `run_batch`."""
+
+
+class FormTokens(msgspec.Struct, frozen=True, kw_only=True):
+    """What one form of a workload cost, in tokens and steps: computed prompt tokens, drawn tokens, model steps."""
+
+    prefill_tokens: int
+    decode_tokens: int
+    forwards: int
+    requests: int
+
+
+class FormComparison(msgspec.Struct, frozen=True, kw_only=True):
+    """One workload against one baseline; the ratio is the baseline's time over the programs'."""
+
+    workload: str
+    baseline: str
+    programs: FormTokens
+    plain: FormTokens
+    result: Result
+    pairs: tuple[Pair, ...]
+
+
+class GeometricMean(msgspec.Struct, frozen=True, kw_only=True):
+    """Of the ratios to one baseline, over the workloads that could be measured; None when none could."""
+
+    baseline: str
+    measured: int
+    asked: int
+    mean: float | None
+    lowest: float | None
+
+
+class WallReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What `sgl bench program --wall` prints."""
+
+    model: str
+    scale: float
+    seed: int
+    engine: dict[str, Any]
+    provenance: Provenance
+    comparisons: tuple[FormComparison, ...]
+    means: tuple[GeometricMean, ...]
+
+
+def compare_forms(
+    workloads: Sequence[Workload],
+    *,
+    scale: float,
+    seed: int,
+    plan: PairPlan,
+    fields: Mapping[str, Any],
+    sampler: Sampler | None = None,
+    progress: Callable[[str], None] = lambda what: None,
+) -> WallReport:
+    """Measure every workload against both baselines.
+
+    Args:
+        fields: of `EngineConfig`, for both sides.
+        sampler: of the load; that of the least busy cores by default. Tests invent one.
+
+    Raises:
+        ConfigError: `disable_radix_cache` is given: one side has the cache and the other has not.
+    """
+    if "disable_radix_cache" in fields:
+        raise ConfigError(
+            "disable_radix_cache is what is compared here; it cannot be given",
+            hint="leave it out",
+            param="disable_radix_cache",
+        )
+    config = config_from_mapping(fields)
+    threads = config.num_threads or (1 if config.model_path == "dummy" else cpu_count())
+    cores = least_busy(os.sched_getaffinity(0), threads)
+    sampler = sampler or ProcSampler(cores)
+    given = {**fields, "num_threads": threads}
+    comparisons = []
+    with Engine(**given) as engine, Engine(**given, disable_radix_cache=True) as uncached:
+        for workload in workloads:
+            calls = workload.build(seed, scale, unit_of(config.model_path))
+            forms = {
+                ONE_BY_ONE: (uncached, PlainBackend(uncached, in_flight=1), 1),
+                TOGETHER: (engine, PlainBackend(engine), _MOST_TOGETHER),
+            }
+            for baseline, (answering, plain, together) in forms.items():
+                progress(f"{workload.name}: programs against plain requests, {baseline}")
+                comparisons.append(
+                    _compare(
+                        workload.name,
+                        baseline,
+                        _Form(engine, engine, calls, _MOST_TOGETHER),
+                        _Form(answering, plain, calls, together),
+                        sampler,
+                        plan,
+                        progress,
+                    )
+                )
+        info = engine.server_info()
+    return WallReport(
+        model=str(info["model"]),
+        scale=scale,
+        seed=seed,
+        engine=given,
+        provenance=provenance(cores, side_variables(threads), ()),
+        comparisons=tuple(comparisons),
+        means=tuple(_mean(baseline, comparisons) for baseline in (ONE_BY_ONE, TOGETHER)),
+    )
+
+
+class _Form:
+    """The calls of a workload on one backend.
+
+    Args:
+        engine: what computes.
+        backend: what the programs are given: the engine itself, or plain requests to it.
+        together: programs under way at a time.
+    """
+
+    def __init__(self, engine: Engine, backend: Backend, calls: Sequence[Call], together: int) -> None:
+        self._engine = engine
+        self._backend = backend
+        self._calls = calls
+        self._together = together
+
+    def seconds(self, number: int) -> dict[str, float]:
+        """One run on an empty cache. Each run is the same, whatever its number."""
+        self._engine.flush_cache()
+        start = time.perf_counter()
+        for wave in waves(self._calls):
+            with ThreadPoolExecutor(min(len(wave), self._together), thread_name_prefix="sgl-bench") as pool:
+                for _ in pool.map(lambda call: call.run(self._backend), wave):
+                    pass
+        return {"wall": time.perf_counter() - start}
+
+    def tokens(self) -> FormTokens:
+        """What one run costs."""
+        before = self._engine.stats()
+        self.seconds(0)
+        after = self._engine.stats()
+        return FormTokens(**{name: after[name] - before[name] for name in FormTokens.__struct_fields__})
+
+
+def _compare(
+    workload: str,
+    baseline: str,
+    programs: _Form,
+    plain: _Form,
+    sampler: Sampler,
+    plan: PairPlan,
+    progress: Callable[[str], None],
+) -> FormComparison:
+    costs = programs.tokens(), plain.tokens()
+    run = measure_pairs(programs.seconds, plain.seconds, sampler, plan, progress=progress)
+    return FormComparison(
+        workload=workload,
+        baseline=baseline,
+        programs=costs[0],
+        plain=costs[1],
+        result=summarise(run.pairs, "wall", plan.pairs),
+        pairs=run.pairs,
+    )
+
+
+def _mean(baseline: str, comparisons: Sequence[FormComparison]) -> GeometricMean:
+    results = [each.result for each in comparisons if each.baseline == baseline]
+    ratios = [result.ratio.median for result in results if result.ratio is not None]
+    return GeometricMean(
+        baseline=baseline,
+        measured=len(ratios),
+        asked=len(results),
+        mean=math.exp(sum(map(math.log, ratios)) / len(ratios)) if ratios else None,
+        lowest=min(ratios, default=None),
+    )

@@ -1,0 +1,166 @@
+"""`sgl bench program`: the workloads of `sgl.bench.workloads`, as counters or as wall time.
+
+Owns the command, its flags and its tables. Imported by `sgl.cli` for the command that it registers.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from sgl.cli.bench import Save, bench, output
+from sgl.cli.console import Json, guarded, say, show_table
+from sgl.cli.options import engine_options
+from sgl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from sgl.bench.program import CounterReport
+    from sgl.bench.program_wall import WallReport
+
+COUNTERS = "Counters"
+WALL = "Wall time"
+
+
+@bench.command()
+@guarded
+@engine_options
+def program(
+    *,
+    as_json: Json = False,
+    save: Save = None,
+    counters: Annotated[
+        bool, typer.Option("--counters", help="Hit rates in a small pool, beside what was possible. [default]")
+    ] = False,
+    wall: Annotated[
+        bool, typer.Option("--wall", help="Programs against the same calls as plain requests, in paired runs.")
+    ] = False,
+    workload: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="Of these workloads; may repeat. [default: all]")
+    ] = None,
+    scale: Annotated[
+        float, typer.Option(help="Share of each workload's tokens; `dummy` holds prompts up to 0.1.")
+    ] = 0.01,
+    seed: Annotated[int, typer.Option(help="Of the workloads, and of the order of turns.")] = 0,
+    policy: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help="Eviction policy; may repeat. [default: program lru slru]",
+            rich_help_panel=COUNTERS,
+        ),
+    ] = None,
+    pairs: Annotated[int, typer.Option(min=1, help="Clean pairs that a figure needs.", rich_help_panel=WALL)] = 5,
+    attempts: Annotated[
+        int | None,
+        typer.Option(min=1, help="Pairs tried at most. [default: 4 * pairs]", show_default=False, rich_help_panel=WALL),
+    ] = None,
+    patience: Annotated[
+        float, typer.Option(min=0, help="Seconds to wait for a quiet machine before a pair.", rich_help_panel=WALL)
+    ] = 10.0,
+    engine: dict[str, Any],
+) -> None:
+    """Program workloads. Counters run on the `dummy` model and --wall on the default one, unless a model is given."""
+    from sgl.bench.workloads import named
+
+    if counters and wall:
+        raise ConfigError("--counters and --wall are both given", hint="give one of the two")
+    chosen = named(workload or [])
+    if wall:
+        from sgl.bench.harness import PairPlan
+        from sgl.bench.program_wall import compare_forms
+
+        if policy:
+            raise ConfigError("--policy belongs to --counters", hint="give --radix-eviction-policy with --wall")
+        plan = PairPlan(pairs=pairs, attempts=attempts, seed=seed, patience_s=patience, turn_s=0.0)
+        timed = compare_forms(chosen, scale=scale, seed=seed, plan=plan, fields=engine, progress=say)
+        if output(timed, as_json, save):
+            show_wall(timed)
+        return
+    from sgl.bench.program import DEFAULT_POLICIES, count
+
+    counted = count(
+        chosen,
+        policy or DEFAULT_POLICIES,
+        scale=scale,
+        seed=seed,
+        fields=engine,
+        progress=lambda what: say(f"counting: {what}"),
+    )
+    if output(counted, as_json, save):
+        show_counters(counted)
+
+
+def show_counters(report: CounterReport) -> None:
+    """Every workload under every policy, then the totals."""
+    print(f"model {report.model}, scale {report.scale:g}, seed {report.seed}; rates are shares of prompt tokens\n")
+    rows = [
+        (
+            workload.name,
+            workload.round_trips,
+            row.policy,
+            row.prompt_tokens,
+            workload.distinct_tokens,
+            workload.capacity,
+            _rate(row.hit_tokens, row.prompt_tokens),
+            _rate(row.belady_tokens, row.prompt_tokens),
+            _rate(row.lru_tokens, row.prompt_tokens),
+            _rate(row.unbounded_tokens, row.prompt_tokens),
+            f"{row.of_belady:.3f}",
+            row.recomputed_tokens,
+            row.forwards,
+        )
+        for workload in report.workloads
+        for row in workload.policies
+    ]
+    columns = "WORKLOAD|TRIPS|POLICY|PROMPT|DISTINCT|CAPACITY|HIT|BELADY|LRU|UNBOUNDED|RATIO|RECOMPUTED|FORWARDS"
+    show_table(columns.split("|"), rows)
+    print()
+    show_table(
+        ("ALL, BY THE TOKEN", "HIT", "BELADY", "LRU", "UNBOUNDED", "RATIO", "LOWEST"),
+        [
+            (
+                total.policy,
+                f"{total.hit_rate:.3f}",
+                f"{total.belady_hit_rate:.3f}",
+                f"{total.lru_hit_rate:.3f}",
+                f"{total.unbounded_hit_rate:.3f}",
+                f"{total.of_belady:.3f}",
+                f"{total.lowest:.3f}",
+            )
+            for total in report.totals
+        ],
+    )
+    print("\nratio: measured hits over those of Belady's offline optimum on the same requests, order and capacity")
+
+
+def _rate(part: int, whole: int) -> str:
+    return f"{part / whole:.3f}"
+
+
+def show_wall(report: WallReport) -> None:
+    """Every workload against both baselines, then the geometric means."""
+    record = report.provenance
+    print(f"model {report.model}, scale {report.scale:g}, seed {report.seed}")
+    print(f"{record.cpu}, cores {' '.join(map(str, record.cores))} of {record.usable_cores}\n")
+    show_table(
+        ("WORKLOAD", "PLAIN REQUESTS", "RATIO", "CLEAN PAIRS", "PREFILLED", "AS PROGRAMS", "STEPS", "AS PROGRAMS"),
+        [
+            (
+                each.workload,
+                each.baseline,
+                each.result.verdict,
+                f"{each.result.clean} of {each.result.attempted}",
+                each.plain.prefill_tokens,
+                each.programs.prefill_tokens,
+                each.plain.forwards,
+                each.programs.forwards,
+            )
+            for each in report.comparisons
+        ],
+    )
+    print()
+    for mean in report.means:
+        figure = "not measured" if mean.mean is None else f"{mean.mean:.2f}x, lowest {mean.lowest:.2f}x"
+        print(f"{mean.baseline}: geometric mean {figure} ({mean.measured} of {mean.asked} workloads measured)")
+    print("\nratio: time of the plain requests over time of the programs, median of the clean pairs")
