@@ -16,6 +16,8 @@ back on the other side. Standard library and msgspec only, so that every room ma
     |   +-- EmptyPrompt
     |   +-- PromptTooLong                both numbers are in the message
     |   +-- NeverFits                    larger than the whole KV pool
+    |   +-- PinBudgetExceeded            both numbers are in the message
+    |   +-- EngineBusy                   it asks for an idle engine
     |   +-- Unsupported             501  this backend cannot execute that node
     +-- ConfigError                 400  engine fields, flags, environment
     +-- ModelError                  500  a model cannot be used
@@ -194,6 +196,18 @@ class NeverFits(InvalidRequest):
     """The request needs more KV pages than the pool has (`needed_tokens`, `pool_tokens`)."""
 
     code = "never_fits"
+
+
+class PinBudgetExceeded(InvalidRequest):
+    """A prefix cannot be pinned: the budget for pins, or the room that requests need, would be exceeded."""
+
+    code = "pin_budget_exceeded"
+
+
+class EngineBusy(InvalidRequest):
+    """Something that needs an idle engine was asked of one that works."""
+
+    code = "engine_busy"
 
 
 class Unsupported(InvalidRequest):
