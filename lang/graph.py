@@ -24,6 +24,7 @@ import msgspec
 
 from sgl.errors import ErrorInfo, InvalidParameter, InvalidProgram, SourceLocation
 from sgl.grammars.spec import Constraint
+from sgl.lang.meta import meta_info as meta_info
 from sgl.lang.sampling import Sampling as Sampling
 from sgl.lang.sampling import check_integer, check_number
 from sgl.lang.sampling import plain as plain
@@ -369,6 +370,8 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         healed_tokens: tokens rolled back and encoded again at a seam.
         rerendered_tokens: state tokens replaced because the chat template rewrote earlier turns.
         recomputed_tokens: computed again after their pages were taken away.
+        joined_tokens: of a fork's branches, whose text a join appended to the parent. Keys and values depend on what
+            stands before: the first branch's tokens are found in the cache, the others' are computed again.
     """
 
     prompt_tokens: int = 0
@@ -380,6 +383,7 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     healed_tokens: int = 0
     rerendered_tokens: int = 0
     recomputed_tokens: int = 0
+    joined_tokens: int = 0
 
     def __add__(self, other: Usage) -> Usage:
         return Usage(**{name: getattr(self, name) + getattr(other, name) for name in self.__struct_fields__})

@@ -24,7 +24,7 @@ class Stats(msgspec.Struct, kw_only=True):
         prompt_tokens, cached_tokens, prefill_tokens: as in `Usage`, over all requests.
         decode_tokens: output tokens that came from a forward; `forced_tokens` were appended without one.
         drafted_tokens, accepted_tokens: proposed by speculation, and of these, kept.
-        healed_tokens, rerendered_tokens, recomputed_tokens, scored_tokens: as in `Usage`.
+        healed_tokens, rerendered_tokens, recomputed_tokens, joined_tokens, scored_tokens: as in `Usage`.
         copied_tokens: of the cached ones, those whose page was shared in part and copied (page sizes above 1).
         tokenized_bytes: UTF-8 bytes of program text encoded by the engine.
         forwards: model steps; `programs`, `requests`: opened programs, generations and selects in them.
@@ -45,6 +45,7 @@ class Stats(msgspec.Struct, kw_only=True):
     healed_tokens: int = 0
     rerendered_tokens: int = 0
     recomputed_tokens: int = 0
+    joined_tokens: int = 0
     scored_tokens: int = 0
     copied_tokens: int = 0
     tokenized_bytes: int = 0
@@ -72,6 +73,7 @@ class Stats(msgspec.Struct, kw_only=True):
         self.healed_tokens += usage.healed_tokens
         self.rerendered_tokens += usage.rerendered_tokens
         self.recomputed_tokens += usage.recomputed_tokens
+        self.joined_tokens += usage.joined_tokens
         self.scored_tokens += usage.scored_tokens
 
     def check(self) -> None:
