@@ -38,7 +38,7 @@ class Branch:
 
     Attributes:
         queue: nodes and reads that wait for their turn.
-        text_at_fork: characters that it had when it was made.
+        text_at_fork, len_at_fork: characters and tokens that it had when it was made.
         num_streamed: characters of its text that the client has been sent.
         marks: by label, the ids and the transcript of that moment.
     """
@@ -51,6 +51,7 @@ class Branch:
         self.busy = False
         self.started_at = 0.0
         self.text_at_fork = len(transcript.text)
+        self.len_at_fork = len(sequence)
         self.num_streamed = self.text_at_fork
         self.marks: dict[str, tuple[list[int], Transcript]] = {}
 

@@ -379,10 +379,7 @@ class ProgramRun:
                 if not all(self._is_joinable(child) for child in node.children):
                     return None
                 if node.mode == "append":
-                    for child_id in node.children:
-                        joined = self._branches[child_id]
-                        branch.transcript.add_text(joined.transcript.text[joined.text_at_fork :])
-                    self._stream_text(branch)
+                    self._append_children(branch, [self._branches[child_id] for child_id in node.children])
                 self._joining.subtract(node.children)
                 self._services.emit(self.id, JoinedEvent(node=node.id, branch=branch.id))
             case Release():
@@ -666,6 +663,16 @@ class ProgramRun:
         self._services.emit(self.id, event)
         branch.busy = False
         self._advance({branch.id, *self._blocked})
+
+    def _append_children(self, branch: Branch, children: Sequence[Branch]) -> None:
+        """Join by appending: the text of each child since the fork goes on on the parent.
+
+        It is encoded with the parent's next unit; all but the first child's is computed again (see `Usage`).
+        """
+        for child in children:
+            branch.transcript.add_text(child.transcript.text[child.text_at_fork :])
+        self._count(Usage(joined_tokens=sum(len(child.sequence) - child.len_at_fork for child in children)))
+        self._stream_text(branch)
 
     def _count(self, usage: Usage, *, total: bool = True) -> Usage:
         """Count what belongs to no request in the engine's statistics, and in the program's unless not `total`."""

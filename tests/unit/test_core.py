@@ -318,6 +318,11 @@ def test_join_append_continues_with_the_childrens_text() -> None:
     rig.run()
     got = {event.name: event.value for event in rig.of(1, ValueEvent)}
     assert got["y"] == greedy("rA" + got["a"] + "B" + got["b"], 2)
+    (done,) = rig.of(1, DoneEvent)
+    assert done.usage.joined_tokens == 2 * 3
+    # Of "rA" + a + "B" + b the parent finds "rA" and the first token of a; the last token of a was never computed.
+    last = rig.of(1, ValueEvent)[-1].usage
+    assert (last.cached_tokens, last.prefill_tokens) == (3, 4)
 
 
 @pytest.mark.parametrize("mode", ["gather", "append"])
