@@ -4,7 +4,7 @@ Owns three times: `import sgl`, process start to ready, and process start to fir
 tokenizer cache and with a filled one. Every sample is a process of its own, after one that is not counted: by then the
 weights are in the system's file cache.
 
-An empty cache means a cache folder in which the fetched models are, and nothing that was made from them.
+An empty cache means a cache folder that leads to the fetched models of the user's, and has nothing made from them.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ try:
 except SglError as error:
     print(msgspec.json.encode(error.to_info()).decode(), flush=True)
 """
-_FETCHED = ("models", "hub")
-"""Folders of the cache that hold what was fetched, not what was made from it."""
+_MADE = ("tokenizers",)
+"""Folders of the cache that hold what was made from fetched models."""
 
 
 class Start(msgspec.Struct, frozen=True):
@@ -126,11 +126,12 @@ def run(
 
 @contextmanager
 def _empty_cache() -> Iterator[Path]:
-    """A cache folder with the fetched models of the user's, and nothing else."""
+    """A cache folder with what is in the user's, but for what was made from it."""
     with tempfile.TemporaryDirectory(prefix="sgl-cache-") as name:
-        for fetched in _FETCHED:
-            if (folder := cache_folder().absolute() / fetched).is_dir():
-                (Path(name) / fetched).symlink_to(folder, target_is_directory=True)
+        users = cache_folder().absolute()
+        for entry in users.iterdir() if users.is_dir() else ():
+            if entry.name not in _MADE:
+                (Path(name) / entry.name).symlink_to(entry)
         yield Path(name)
 
 

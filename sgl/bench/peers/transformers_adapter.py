@@ -30,11 +30,11 @@ class TransformersAdapter(Adapter):
     """`settings`: `loop` (forward, generate) and `cache` (dynamic, static); what is given is not tuned."""
 
     def __init__(self, load: Load) -> None:
+        self._fixed = _checked(load.settings)  # before anything heavy is imported
         import torch
 
         torch.set_num_threads(load.num_threads)
         form: LoadFormat = load.load_format  # type: ignore[assignment]
-        self._fixed = _checked(load.settings)
         self._chosen = {"loop": "forward", "cache": "dynamic", **self._fixed}
         self._device = torch.device(load.device)
         source = locate(load.model_path, load_format=form, offline=True)
