@@ -33,6 +33,7 @@ Count = Annotated[int, Meta(ge=1)]
 Seed = Annotated[int, Meta(ge=0)]
 Size = Annotated[int, Meta(ge=0)]
 Share = Annotated[float, Meta(gt=0, lt=1)]
+Seconds = Annotated[float, Meta(gt=0)]
 
 GiB = 2**30
 
@@ -131,6 +132,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     ] = False
     message_log: Annotated[
         str | None, Meta(description="File to which the worker appends each message it receives, as a line of JSON.")
+    ] = None
+    state_lease: Annotated[
+        Seconds | None,
+        Meta(
+            description="Seconds without a fragment after which a waiting program's state is released; "
+            "never by default."
+        ),
     ] = None
     watchdog_timeout: Annotated[
         float,
@@ -247,6 +255,7 @@ class ResolvedConfig(msgspec.Struct, frozen=True, kw_only=True):
     schedule_conservativeness: float = 1.0
     retraction_policy: Literal["latest", "length", "priority"] = "latest"
     preemption_threshold: int | None = 10
+    state_lease: float | None = None
     radix_eviction_policy: EvictionPolicyName = "program"
     radix_eviction_policy_config: dict[str, int] = {}
     max_pinned_tokens: int = 0
@@ -313,6 +322,7 @@ def resolve(config: EngineConfig, facts: Facts) -> ResolvedConfig:
         max_pinned_tokens=_pinned_tokens(config, sizes.pool_tokens, reasons),
         schedule_conservativeness=config.schedule_conservativeness,
         retraction_policy=config.retraction_policy,
+        state_lease=config.state_lease,
         preemption_threshold=None
         if config.disable_priority_preemption
         else config.priority_scheduling_preemption_threshold,
