@@ -209,7 +209,7 @@ class EngineCore:
     def _check_deadlines(self) -> None:
         now = self.now()
         for run in list(self._programs.values()):
-            run.check_deadline(now)
+            run.check_time(now)
         for request in list(self.scheduler.waiting):
             waited = now - request.queued_at
             owner = self._watchers.get(request.sequence.id)
@@ -222,8 +222,9 @@ class EngineCore:
                 )
 
     def next_deadline(self) -> float | None:
-        """The earliest deadline of an open program, on the engine's clock."""
-        return min((run.deadline for run in self._programs.values() if run.deadline is not None), default=None)
+        """When the first open program runs out of time, on the engine's clock."""
+        ends = (run.expires_at for run in self._programs.values())
+        return min((end for end in ends if end is not None), default=None)
 
     # --- services to programs ---
 

@@ -139,6 +139,7 @@ class ProgramRun:
         self.options = options
         self.ended = False
         self._info = ProgramInfo(id, options.name)
+        self._idle_since: float | None = None
         self._path_lengths: dict[int, int] = {}
         self.deadline = services.now() + options.deadline_s if options.deadline_s is not None else None
         self._services = services
@@ -177,6 +178,7 @@ class ProgramRun:
             self._fail_by(error)
 
     def _take(self, graph: Graph, *, finish: bool) -> None:
+        self._idle_since = None
         for node in graph.nodes:
             if isinstance(node, Fork):
                 for child in node.children:
@@ -224,13 +226,31 @@ class ProgramRun:
         except Exception as error:  # noqa: BLE001 - a bug in one program must not end the others
             self._fail_by(error)
 
-    def check_deadline(self, now: float) -> None:
-        """Fail the program when its time is over."""
-        if self.deadline is not None and now >= self.deadline and not self.ended:
+    @property
+    def expires_at(self) -> float | None:
+        """When time ends it on the engine's clock, if nothing happens before: its deadline, or its lease while idle."""
+        lease = self._services.config.state_lease
+        ends = None if lease is None or self._idle_since is None else self._idle_since + lease
+        return min((end for end in (self.deadline, ends) if end is not None), default=None)
+
+    def check_time(self, now: float) -> None:
+        """Fail the program when its time, or the lease of its state, is over."""
+        expires_at = self.expires_at
+        if expires_at is None or now < expires_at or self.ended:
+            return
+        if expires_at == self.deadline:
             self.fail(
                 DeadlineExceeded(
                     f"program {self.options.name!r} ran longer than its deadline of {self.options.deadline_s} s",
                     hint="raise deadline_s, or generate less",
+                )
+            )
+        else:
+            self.fail(
+                StateLost(
+                    f"program {self.options.name!r} waited longer than its lease of "
+                    f"{self._services.config.state_lease:g} s for its next fragment",
+                    hint="go on sooner, or raise state_lease",
                 )
             )
 
@@ -714,6 +734,7 @@ class ProgramRun:
             self.fail(InvalidProgram(f"nodes on branches that nothing forks: {sorted(self._unborn)}"))
             return
         if not self._finish:
+            self._idle_since = self._services.now()
             touched = [self._branches[id] for id in sorted(self._touched) if id in self._branches]
             self._touched.clear()
             handles = tuple(StateHandle(self._services.epoch, b.id, len(b.sequence)) for b in touched)

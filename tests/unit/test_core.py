@@ -585,3 +585,36 @@ def test_random_programs_under_pressure() -> None:
         for program, names in wanted.items():
             got = {event.name: event.value for event in rig.of(program, ValueEvent)}
             assert got == names, f"seed {seed}, program {program}"
+
+
+def test_a_state_is_released_when_its_lease_runs_out_and_every_fragment_renews_it() -> None:
+    rig = Rig(state_lease=10.0)
+    start(rig, 1, text(0, "a" * 30), gen(1, n=4), finish=False)
+    start(rig, 2, text(0, "b" * 30), gen(1, n=4), finish=False)
+    rig.run()
+    rig.time = 9.0
+    rig.core.submit(1, Graph(nodes=(text(2, "c"), gen(3, n=2, name="y"))))
+    rig.run()
+    assert rig.core.next_deadline() == 10.0
+    rig.time = 11.0
+    rig.core.step()
+    assert isinstance(failure(rig, 2), StateLost)
+    assert not rig.of(1, FailedEvent)
+    rig.time = 19.0
+    replies: list[tuple[StateText | None, SglError | None]] = []
+    rig.core.read_state(1, 0, lambda state, error: replies.append((state, error)))  # renews it, too
+    rig.time = 28.0
+    rig.core.step()
+    assert replies[0][0] is not None
+    assert not rig.of(1, FailedEvent)
+    rig.time = 29.0
+    rig.core.step()
+    assert "lease of 10 s" in failure(rig, 1).message
+    assert rig.core.snapshot().pages_held == 0
+
+
+def test_a_running_generation_needs_no_lease() -> None:
+    rig = Rig(state_lease=1.0, hook=lambda plan: rig.advance(5.0))
+    start(rig, 1, text(0, "a" * 30), gen(1, n=4), finish=False)
+    rig.run()
+    assert values(rig, 1) == [greedy("a" * 30, 4)]
