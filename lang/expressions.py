@@ -14,10 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, cast
 
+import msgspec
+
 from sgl.errors import InvalidParameter, InvalidProgram, InvalidRegex, Unsupported
 from sgl.grammars.spec import Constraint, JsonSchema, Regex, canonical_schema
 from sgl.lang.choices import ChoicesSamplingMethod, method_name
-from sgl.lang.graph import ChoicesMethod, MediaKind, Sampling, Select, plain, sampling_from_mapping
+from sgl.lang.graph import ChoicesMethod, MediaKind, Sampling, Select, plain, sampling_values
 
 DType: TypeAlias = type | str | None
 
@@ -64,7 +66,7 @@ class ExprList(Expr):
 
 @dataclass(frozen=True)
 class GenExpr(Expr):
-    """A generation: `given` holds the sampling fields that the caller set (names of `Sampling`)."""
+    """A generation: `given` holds the sampling fields that the caller set, as `Sampling` stores them."""
 
     name: str | None
     given: tuple[tuple[str, Any], ...] = ()
@@ -74,9 +76,10 @@ class GenExpr(Expr):
 
     def sampling(self, base: Sampling) -> Sampling:
         """The fields given here over those of the run; the stops of the data type come on top."""
-        sampling = sampling_from_mapping(dict(self.given), base)
-        extra = tuple(stop for stop in self.stops if stop not in sampling.stop)
-        return sampling_from_mapping({"stop": sampling.stop + extra}, sampling) if extra else sampling
+        values = dict(self.given)
+        stops = values.get("stop", base.stop)
+        extra = tuple(stop for stop in self.stops if stop not in stops)
+        return msgspec.structs.replace(base, **(values | {"stop": stops + extra} if extra else values))
 
 
 @dataclass(frozen=True)
@@ -88,6 +91,7 @@ class SelectExpr(Expr):
     method: ChoicesMethod = "token_length_normalized"
     temperature: float = 0.0
     seed: int | None = None
+    all_scores: bool = True
 
 
 @dataclass(frozen=True)
@@ -154,15 +158,14 @@ def _sampling(given: dict[str, Any], names: dict[str, str]) -> tuple[tuple[str, 
     # How many tokens at most is not known yet when it comes from the run.
     base = Sampling(max_new_tokens=2**31) if "max_new_tokens" not in given else Sampling()
     try:
-        sampling_from_mapping(given, base)
+        values = sampling_values(given)
+        msgspec.structs.replace(base, **values)  # checks
     except InvalidParameter as error:
         param = str(error.details.get("param", ""))
         own = names.get(param, param)
         message = error.message.replace("max_new_tokens", "max_tokens").replace("min_new_tokens", "min_tokens")
         raise InvalidParameter(message, hint=error.hint, param=own) from None
-    except TypeError as error:
-        raise InvalidParameter(f"a sampling argument has the wrong type: {error}", param="sampling") from None
-    return tuple((key, plain(value)) for key, value in given.items())
+    return tuple(values.items())
 
 
 def _dtype(dtype: DType) -> str | None:
@@ -221,13 +224,26 @@ def gen(
     *,
     seed: int | None = None,
     repetition_penalty: float | None = None,
+    logit_bias: Mapping[int, float] | None = None,
     no_stop_trim: bool | None = None,
+    skip_special_tokens: bool | None = None,
+    spaces_between_special_tokens: bool | None = None,
+    token_ids_logprob: Sequence[int] | None = None,
+    custom_logit_processor: str | None = None,
+    custom_params: Any = None,
 ) -> GenExpr | SelectExpr:
     """Let the model continue; the text is captured under `name`.
 
     Args:
         name: of the capture; an unnamed one cannot be read, but its text is there.
-        max_tokens, min_tokens, temperature, ...: sampling; what is not given comes from `run`, then from defaults.
+        max_tokens, min_tokens, temperature, ...: sampling (see `sgl.lang.sampling.Sampling`); what is not given comes
+            from `run`, then from what the model recommends, then from constants.
+        n: samples to draw from the same prompt: `s[name]` is the list of them, and so is the meta information. Each has
+            a seed of its own. The state goes on as if nothing had been generated: which sample it should continue with
+            is not known. A stream of the name gives the list, once all are there.
+        stop_regex: patterns that end the text like `stop`, as soon as they match.
+        logprob_start_len: with log-probabilities also of the prompt, from this token of the state on.
+        custom_logit_processor: one that the engine was started with, by name; `custom_params` is handed to it.
         dtype: `int`, `float`, `str` or `bool`: constrains the text; `s.value(name)` is the typed value.
         choices: the value is one of them (this is `select`).
         regex: the whole value matches it.
@@ -237,7 +253,7 @@ def gen(
     Raises:
         InvalidParameter: an argument is out of range or contradicts another (`param` names it).
         InvalidRegex, InvalidSchema: the constraint cannot be read.
-        Unsupported: `n` other than 1, `stop_regex`, `logprob_start_len`, `return_text_in_logprobs`.
+        Unsupported: `return_text_in_logprobs`.
 
     Example:
         >>> import sgl
@@ -246,17 +262,19 @@ def gen(
         ...     s += "Hello, " + sgl.gen("who", max_tokens=4, stop=".")
         >>> greet.run(backend=sgl.MockBackend({"who": "world. And more"}))["who"]
         'world'
+        >>> @sgl.function
+        ... def ideas(s):
+        ...     s += "An idea: " + sgl.gen("idea", n=3)
+        >>> state = ideas.run(backend=sgl.MockBackend(["tea", "coffee", "cake"]))
+        >>> state["idea"], state.text()
+        (['tea', 'coffee', 'cake'], 'An idea: ')
     """
     name = check_name(name)
-    refuse(
-        n=None if n == 1 else n,
-        stop_regex=stop_regex,
-        logprob_start_len=None if logprob_start_len == -1 else logprob_start_len,
-        return_text_in_logprobs=return_text_in_logprobs,
-    )
+    refuse(return_text_in_logprobs=return_text_in_logprobs)
     kind = _dtype(dtype)
     if choices is not None:
-        for param, value in {"regex": regex, "json_schema": json_schema, "dtype": dtype}.items():
+        many_samples = None if n == 1 else n
+        for param, value in {"regex": regex, "json_schema": json_schema, "dtype": dtype, "n": many_samples}.items():
             if value is not None:
                 raise InvalidParameter(f"choices and {param} are both given; one must go", param=param)
     elif choices_method is not None:
@@ -277,8 +295,10 @@ def gen(
     given = {
         "max_new_tokens": max_tokens,
         "min_new_tokens": min_tokens,
-        "stop": many("stop", stop, str),
-        "stop_token_ids": many("stop_token_ids", stop_token_ids, int),
+        "n": n,
+        "stop": stop,
+        "stop_token_ids": stop_token_ids,
+        "stop_regex": stop_regex,
         "temperature": temperature,
         "top_p": top_p,
         "top_k": top_k,
@@ -286,10 +306,17 @@ def gen(
         "frequency_penalty": frequency_penalty,
         "presence_penalty": presence_penalty,
         "repetition_penalty": repetition_penalty,
+        "logit_bias": logit_bias,
         "ignore_eos": ignore_eos,
         "no_stop_trim": no_stop_trim,
+        "skip_special_tokens": skip_special_tokens,
+        "spaces_between_special_tokens": spaces_between_special_tokens,
         "return_logprob": return_logprob,
         "top_logprobs_num": top_logprobs_num,
+        "token_ids_logprob": token_ids_logprob,
+        "logprob_start_len": logprob_start_len,
+        "custom_logit_processor": custom_logit_processor,
+        "custom_params": custom_params,
         "seed": seed,
     }
     names = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}
@@ -318,16 +345,13 @@ def _typed(dtype: Literal["int", "str"], doc: str) -> Callable[..., GenExpr]:
         logprob_start_len: int | None = None,
         top_logprobs_num: int | None = None,
         return_text_in_logprobs: bool | None = None,
-        *,
-        seed: int | None = None,
-        repetition_penalty: float | None = None,
-        no_stop_trim: bool | None = None,
+        **sampling: Any,
     ) -> GenExpr:
         expr = gen(
             name, max_tokens, None, n, stop, stop_token_ids, stop_regex, temperature, top_p, top_k, min_p,
             frequency_penalty, presence_penalty, ignore_eos, return_logprob, logprob_start_len, top_logprobs_num,
             return_text_in_logprobs, dtype,
-            seed=seed, repetition_penalty=repetition_penalty, no_stop_trim=no_stop_trim,
+            **sampling,
         )  # fmt: skip
         return cast(GenExpr, expr)  # without choices it is one
 
@@ -338,7 +362,7 @@ def _typed(dtype: Literal["int", "str"], doc: str) -> Callable[..., GenExpr]:
 
 gen_int = _typed(
     "int",
-    """An integer: `gen` with `dtype=int`. Positional arguments as in `gen` without `min_tokens`.
+    """An integer: `gen` with `dtype=int`. Positional arguments as in `gen` without `min_tokens`; others by name.
 
     Example:
         >>> import sgl
@@ -352,7 +376,7 @@ gen_int = _typed(
 
 gen_string = _typed(
     "str",
-    """A quoted string: `gen` with `dtype=str`. Positional arguments as in `gen` without `min_tokens`.
+    """A quoted string: `gen` with `dtype=str`. Positional arguments as in `gen` without `min_tokens`; others by name.
 
     Example:
         >>> import sgl
@@ -373,8 +397,14 @@ def select(
     choices_method: ChoicesSamplingMethod | str | None = None,
     *,
     seed: int | None = None,
+    all_scores: bool = True,
 ) -> SelectExpr:
     """Append the option that the model scores highest; drawn from the scores when `temperature` > 0.
+
+    Args:
+        all_scores: False stops as soon as the best option is certain: with hundreds of options most are never
+            computed, and those have a bound in place of their score (`ChoiceScore.complete`). The option found is the
+            same. The `unconditional_likelihood_normalized` method has no such bound and computes all.
 
     Raises:
         InvalidParameter: no options, the same twice, not strings, or an unknown method.
@@ -393,8 +423,12 @@ def select(
     options = many("choices", choices, str) or ()
     method = method_name(choices_method)
     temperature, seed = plain(temperature), plain(seed)
-    Select(id=0, name=name or "", choices=options, method=method, temperature=temperature, seed=seed)  # checks
-    return SelectExpr(name, options, method, temperature, seed)
+    if not isinstance(all_scores, bool):
+        raise InvalidParameter(f"all_scores is {all_scores!r}; expected True or False", param="all_scores")
+    checked = Select(
+        id=0, name=name or "", choices=options, method=method, temperature=temperature, seed=seed, all_scores=all_scores
+    )
+    return SelectExpr(name, options, checked.method, checked.temperature, checked.seed, all_scores)
 
 
 def _media(kind: MediaKind, source: str | bytes | Path, num_frames: int | None = None) -> MediaExpr:
