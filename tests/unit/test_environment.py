@@ -10,6 +10,8 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import typer
+from typer.testing import CliRunner
 
 from sgl import environment
 from sgl.cli.options import engine_options
@@ -129,6 +131,21 @@ def test_an_engine_and_a_command_take_them(monkeypatch: pytest.MonkeyPatch) -> N
 
     assert command(model_path=None, page_size=None) == {"model_path": "no-such-model", "page_size": 4}
     assert command(model_path="dummy", page_size=8)["page_size"] == 8
+
+
+def test_a_tuple_is_a_flag_that_repeats(monkeypatch: pytest.MonkeyPatch) -> None:
+    app = typer.Typer()
+
+    @app.command()
+    @engine_options
+    def show(*, engine: dict[str, object]) -> None:
+        sys.stdout.write(repr(engine.get("logit_processors")))
+
+    flags = ["--logit-processors", "a:b", "--logit-processors", "c:d"]
+    assert CliRunner().invoke(app, flags).stdout == "('a:b', 'c:d')"
+    assert CliRunner().invoke(app, []).stdout == "None"
+    monkeypatch.setenv("SGL_LOGIT_PROCESSORS", "x:y,z:w")
+    assert CliRunner().invoke(app, []).stdout == "('x:y', 'z:w')"
 
 
 def test_children_inherit(monkeypatch: pytest.MonkeyPatch) -> None:
