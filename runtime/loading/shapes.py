@@ -32,7 +32,8 @@ Size = Annotated[int, Meta(ge=1, le=2**24)]
 Number = Annotated[int, Meta(ge=1, le=2**12)]
 Tokens = Annotated[int, Meta(ge=1, le=2**31)]
 Positive = Annotated[float, Meta(gt=0, lt=1e30)]
-Factors = Annotated[tuple[Positive, ...], Meta(max_length=2**12)]
+_MAX_FACTORS = 2**12
+Factors = Annotated[tuple[Positive, ...], Meta(max_length=_MAX_FACTORS)]
 
 TOY_FIELDS: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -252,6 +253,8 @@ class _Refusal:
         if mine:
             hint = hint or f"change or leave out {', '.join(mine)}"
             return ConfigError(f"{OVERRIDE}: {message}", hint=hint, param=OVERRIDE)
+        if kind is UnsupportedModel:
+            hint = hint or f"use another model, or override the field with {OVERRIDE}"
         return kind(f"{self._path}: {message}", hint=hint or "fetch the model again")
 
 
@@ -329,7 +332,9 @@ def _scaling(fields: CompleteFields, head_dim: int, refuse: _Refusal) -> RopeSca
     if kind == "yarn" and given.factor is None and original is not None:
         given.factor = own / original
     if problem := _scaling_problem(kind, given, fields, head_dim):
-        raise refuse(f"rope_scaling of type {kind!r} {problem}", "rope_scaling", kind=UnsupportedModel)
+        raise refuse(
+            f"rope_scaling of type {kind!r} {problem}", "rope_scaling", "rope_parameters", kind=UnsupportedModel
+        )
     values = {name: getattr(given, name) for name in _ROPE_SHARED}
     return RopeScaling(**{**values, "rope_type": kind, "original_max_position_embeddings": original})
 
@@ -415,7 +420,14 @@ def _gguf_scaling(file: GGUFFile, kind: str) -> dict[str, Any] | None:
     def value(key: str) -> Any:
         return file.metadata.get(f"{kind}.rope.{key}")
 
-    tensors = {name: tuple(file.load(name).ravel().tolist()) for name in GGUF_ROPE_TENSORS if name in file.tensors}
+    found = [file.tensors[name] for name in GGUF_ROPE_TENSORS if name in file.tensors]
+    for info in found:
+        if len(info.shape) != 1 or info.shape[0] > _MAX_FACTORS:  # before it is read: a file may claim anything
+            raise CorruptModel(
+                f"tensor {info.name} of {file.path} has shape {info.shape}; expected one number per frequency",
+                hint="fetch the file again",
+            )
+    tensors = {info.name: tuple(file.load(info.name).tolist()) for info in found}
     linear = value("scale_linear")  # how old files say it
     rope_type = value("scaling.type") or ("linear" if linear not in (None, 1.0) else "none")
     scaling = {
