@@ -141,12 +141,17 @@ def list_models(*, as_json: Json = False) -> None:
 @app.command()
 @guarded
 @engine_options
-def doctor(*, as_json: Json = False, engine: dict[str, Any]) -> None:
-    """What this machine has, what an engine with these flags would run with, and why."""
+def doctor(
+    model: Annotated[str | None, typer.Argument(help="As --model-path.", show_default=False)] = None,
+    *,
+    as_json: Json = False,
+    engine: dict[str, Any],
+) -> None:
+    """What this machine has, what an engine with these flags would run with and hold in memory, and why."""
     from sgl.cli.doctor_view import show_report
     from sgl.doctor import examine
 
-    report = examine(engine)
+    report = examine(engine if model is None else {**engine, "model_path": model})
     if as_json:
         show_json(report)
     else:
