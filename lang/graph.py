@@ -17,7 +17,7 @@ Invariants, held by construction (`__post_init__`) and by `validate`:
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Literal, TypeAlias, get_args
 
 import msgspec
@@ -333,7 +333,7 @@ def validate(graph: Graph, live: Iterable[int] = (MAIN_BRANCH,), limits: Limits 
             case Gen(sampling=Sampling(n=n)) if n != 1:
                 raise InvalidProgram(
                     f"generation {node.name!r} has n={n}; a node draws one sample",
-                    hint="lower it with sgl.lang.passes.lower_samples",
+                    hint="lower it with sgl.lang.graph.lower_samples",
                     location=node.location,
                 )
             case Role(role=role, begin=begin):
@@ -348,6 +348,37 @@ def validate(graph: Graph, live: Iterable[int] = (MAIN_BRANCH,), limits: Limits 
             case _:
                 pass
     return alive
+
+
+def lower_samples(node: Gen, children: Sequence[int]) -> tuple[Node, ...]:
+    """A generation of n samples as nodes that a backend executes: a fork into `children`, one sample on each of them, a
+    join that waits for all, and their release. The branch goes on from where it was.
+
+    Sample 0 has the node's seed, so that it is what the same generation with n=1 gives; each other has one derived from
+    it. Without a seed the backend draws one for each node. Ids count from the node's.
+
+    Example:
+        >>> node = Gen(id=7, name="x", sampling=Sampling(n=2, seed=1))
+        >>> lowered = lower_samples(node, [3, 4])
+        >>> [type(each).__name__ for each in lowered], lowered[1].branch, lowered[1].sampling.seed
+        (['Fork', 'Gen', 'Gen', 'Join', 'Release', 'Release'], 3, 1)
+    """
+    sampling = node.sampling
+    branch, location = node.branch, node.location
+    nodes: list[Node] = [Fork(id=0, branch=branch, location=location, children=tuple(children))]
+    for index, child in enumerate(children):
+        own = msgspec.structs.replace(sampling, n=1, seed=_sample_seed(sampling.seed, index))
+        nodes.append(msgspec.structs.replace(node, branch=child, sampling=own))
+    nodes.append(Join(id=0, branch=branch, location=location, children=tuple(children)))
+    nodes.extend(Release(id=0, branch=child, location=location) for child in children)
+    return tuple(msgspec.structs.replace(each, id=node.id + offset) for offset, each in enumerate(nodes))
+
+
+def _sample_seed(seed: int | None, index: int) -> int | None:
+    if seed is None or index == 0:
+        return seed
+    digest = hashlib.blake2b(f"{seed}:{index}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
 
 
 _ENCODER = msgspec.msgpack.Encoder()

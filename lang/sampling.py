@@ -87,7 +87,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, fo
         max_new_tokens: most tokens to generate; at least 0.
         min_new_tokens: end-of-sequence and stops are blocked until so many tokens exist.
         n: samples to draw from the same prompt, 1 to 16. A node in a graph has 1: builders lower more with
-            `sgl.lang.passes.lower_samples`.
+            `sgl.lang.graph.lower_samples`.
         temperature: 0 is greedy (as is anything below 1e-5), at most 1000; otherwise logits are divided by it.
         top_p: in (0, 1]: the smallest set of most probable tokens whose probabilities reach it, the token that crosses
             it included; 1 switches it off.
