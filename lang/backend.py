@@ -42,7 +42,11 @@ class Session(Protocol):
 
 @runtime_checkable
 class Backend(Protocol):
-    """Something that executes request graphs."""
+    """Something that executes request graphs.
+
+    One whose model recommends sampling parameters also has `sampling_defaults() -> Mapping[str, Any]`: fields of
+    `Sampling`, which the language puts below every explicit value.
+    """
 
     def open(self, sink: EventSink, options: ProgramOptions) -> Session:
         """Start a program."""

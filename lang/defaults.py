@@ -13,6 +13,7 @@ from typing import Any
 
 from sgl.errors import ConfigError, InvalidParameter
 from sgl.lang.backend import Backend
+from sgl.lang.graph import Sampling, sampling_from_mapping
 
 _lock = threading.RLock()
 _chosen: Backend | None = None
@@ -72,6 +73,18 @@ def default_backend() -> Backend:
                 raise ConfigError("no backend is set", hint="call sgl.set_default_backend(...) or pass backend=")
             _automatic = _factory()
         return _automatic
+
+
+def sampling_defaults(backend: Backend) -> Sampling:
+    """What holds for sampling on `backend` where nothing else is said: its model's recommendation over the constants.
+
+    Example:
+        >>> import sgl
+        >>> sampling_defaults(sgl.MockBackend()).temperature
+        1.0
+    """
+    recommend = getattr(backend, "sampling_defaults", None)
+    return sampling_from_mapping(recommend() if recommend is not None else {})
 
 
 def flush_cache(backend: Backend | None = None) -> bool:

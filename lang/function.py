@@ -6,6 +6,7 @@ they append is buffered by `interpreter.Program` and submitted when a value is n
 
 from __future__ import annotations
 
+import difflib
 import functools
 import inspect
 import os
@@ -15,11 +16,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import Any, Literal, overload
 
+import msgspec
+
 from sgl.errors import Cancelled, InvalidParameter, Unsupported
 from sgl.lang.backend import Backend
-from sgl.lang.defaults import default_backend
-from sgl.lang.expressions import many, refuse
-from sgl.lang.graph import ProgramOptions, Sampling, sampling_from_mapping
+from sgl.lang.defaults import default_backend, sampling_defaults
+from sgl.lang.expressions import refuse
+from sgl.lang.graph import ProgramOptions, Sampling, sampling_values
 from sgl.lang.interpreter import Program
 from sgl.lang.state import ProgramState
 
@@ -28,8 +31,10 @@ _WINDOW = 200
 """Rows that a generator-style batch has under way at most."""
 _SAMPLING = (
     "max_new_tokens",
+    "n",
     "stop",
     "stop_token_ids",
+    "stop_regex",
     "temperature",
     "top_p",
     "top_k",
@@ -38,13 +43,14 @@ _SAMPLING = (
     "presence_penalty",
     "ignore_eos",
     "return_logprob",
+    "logprob_start_len",
     "top_logprobs_num",
 )
 """Arguments of `run` and `run_batch` that are sampling parameters."""
 
 
-def _run_sampling(given: Mapping[str, Any]) -> Sampling:
-    """What holds for generations that do not say it themselves.
+def _run_sampling(given: Mapping[str, Any]) -> dict[str, Any]:
+    """What holds for generations that do not say it themselves: fields of `Sampling`, checked.
 
     Args:
         given: the arguments of `run` or `run_batch` by name; others than the sampling parameters may be among them.
@@ -53,16 +59,10 @@ def _run_sampling(given: Mapping[str, Any]) -> Sampling:
         InvalidParameter: a wrong type, or a value out of range.
         Unsupported: an argument that no backend executes yet.
     """
-    refuse(
-        n=None if given["n"] == 1 else given["n"],
-        stop_regex=given["stop_regex"],
-        logprob_start_len=None if given["logprob_start_len"] == -1 else given["logprob_start_len"],
-        return_text_in_logprobs=given["return_text_in_logprobs"],
-    )
-    sampling = {name: given[name] for name in _SAMPLING}
-    sampling["stop"] = many("stop", given["stop"], str)
-    sampling["stop_token_ids"] = many("stop_token_ids", given["stop_token_ids"], int)
-    return sampling_from_mapping(sampling)
+    refuse(return_text_in_logprobs=given["return_text_in_logprobs"])
+    values = sampling_values({name: given[name] for name in _SAMPLING})
+    Sampling(**values)  # checks
+    return values
 
 
 def _check_backend(backend: object) -> None:
@@ -153,8 +153,14 @@ class SglFunction:
             self.__signature__.bind(*args, **merged)
         except TypeError as error:
             taken = [name for name in self.arg_names if name in _RUN_OPTIONS and name not in merged]
+            unknown = [name for name in merged if name not in self.arg_names]
+            near = difflib.get_close_matches(unknown[0], sorted(_RUN_OPTIONS), n=1) if unknown else []
             hint = f"{taken[0]!r} is an option of run() itself: pass it by position" if taken else "check the arguments"
-            raise InvalidParameter(f"{self.__name__}{self.__signature__}: {error}", hint=hint) from None
+            raise InvalidParameter(
+                f"{self.__name__}{self.__signature__}: {error}",
+                hint=f"did you mean {near[0]!r}?" if near else hint,
+                param=unknown[0] if unknown else "",
+            ) from None
         return tuple(args), merged
 
     # --- one run ---
@@ -167,10 +173,10 @@ class SglFunction:
         stop: str | Sequence[str] | None = None,
         stop_token_ids: Sequence[int] | None = None,
         stop_regex: str | Sequence[str] | None = None,
-        temperature: float = 1.0,
-        top_p: float = 1.0,
-        top_k: int = -1,
-        min_p: float = 0.0,
+        temperature: float | None = None,
+        top_p: float | None = None,
+        top_k: int | None = None,
+        min_p: float | None = None,
         frequency_penalty: float = 0.0,
         presence_penalty: float = 0.0,
         ignore_eos: bool = False,
@@ -186,7 +192,8 @@ class SglFunction:
         """Run the program and wait for its end; its state, with all values.
 
         Args:
-            max_new_tokens, stop, temperature, ...: for generations that do not say it themselves.
+            max_new_tokens, stop, temperature, ...: for generations that do not say it themselves. `None` is what the
+                model recommends, or else the constant of `sgl.lang.sampling.Sampling`.
             stream: return at once; the body runs on a thread and `text_iter` gives text as it appears.
             backend: what executes it; the default backend otherwise.
             use_thread: with `stream`, False runs the body here before returning.
@@ -213,9 +220,11 @@ class SglFunction:
         """`run(..., stream=True)`."""
         return self.run(*args, stream=True, **kwargs)
 
-    def _start(self, sampling: Sampling, stream: bool, backend: Backend | None) -> ProgramState:
+    def _start(self, sampling: Mapping[str, Any], stream: bool, backend: Backend | None) -> ProgramState:
         options = ProgramOptions(name=self.__name__, stream=bool(stream))
-        return ProgramState(Program(backend if backend is not None else default_backend(), options, sampling))
+        backend = backend if backend is not None else default_backend()
+        resolved = msgspec.structs.replace(sampling_defaults(backend), **sampling)
+        return ProgramState(Program(backend, options, resolved))
 
     def _run_body(self, state: ProgramState, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         program = state._program
@@ -262,10 +271,10 @@ class SglFunction:
         stop: str | Sequence[str] | None = None,
         stop_token_ids: Sequence[int] | None = None,
         stop_regex: str | Sequence[str] | None = None,
-        temperature: float = 1.0,
-        top_p: float = 1.0,
-        top_k: int = -1,
-        min_p: float = 0.0,
+        temperature: float | None = None,
+        top_p: float | None = None,
+        top_k: int | None = None,
+        min_p: float | None = None,
         frequency_penalty: float = 0.0,
         presence_penalty: float = 0.0,
         ignore_eos: bool = False,
@@ -337,7 +346,7 @@ class _Batch:
         self,
         function: SglFunction,
         rows: list[tuple[tuple[Any, ...], dict[str, Any]]],
-        sampling: Sampling,
+        sampling: Mapping[str, Any],
         backend: Backend,
         num_threads: int,
         on_result: Callable[[int, Any], None] | None,

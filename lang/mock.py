@@ -51,6 +51,7 @@ from sgl.lang.graph import (
     Release,
     Rewind,
     Role,
+    Sampling,
     Select,
     StateHandle,
     StateText,
@@ -464,6 +465,7 @@ class MockSession:
         self._begin(node, prompt)
         if self._ended or self._stop.is_set():
             return
+        sampling = node.sampling
         text, finish, matched = _cut(self._backend._answer(node, prompt), node)
         words = _tokens(text)
         if self._options.stream:
@@ -483,7 +485,8 @@ class MockSession:
                 finish=finish,
                 matched=matched,
                 usage=self._used(prompt, len(words)),
-                logprobs=tuple(TokenLogprob(id, 0.0) for id in _ids(text)) if node.sampling.return_logprob else (),
+                logprobs=tuple(TokenLogprob(id, 0.0) for id in _ids(text)) if sampling.return_logprob else (),
+                prompt_logprobs=_prompt_logprobs(prompt, sampling),
             ),
         )
 
@@ -529,17 +532,27 @@ class MockSession:
         self._emit(event)
 
 
+def _prompt_logprobs(prompt: str, sampling: Sampling) -> tuple[TokenLogprob, ...]:
+    """Every word is certain, except the first, which nothing predicts."""
+    start = sampling.logprob_start_len
+    if not sampling.return_logprob or start < 0:
+        return ()
+    entries = [TokenLogprob(id, 0.0 if position else None) for position, id in enumerate(_ids(prompt))]
+    return tuple(entries[start:])
+
+
 def _cut(text: str, node: Gen) -> tuple[str, str, str | None]:
     """The answer up to the first stop or the budget of words; how it ended; the stop."""
     sampling = node.sampling
     words = _tokens(text)
-    finish, matched = "stop", None
+    finish = "stop"
     if len(words) > sampling.max_new_tokens:
         text, finish = "".join(words[: sampling.max_new_tokens]), "length"
     floor = len("".join(words[: sampling.min_new_tokens])) if sampling.min_new_tokens else 0
-    found = [(at, stop) for stop in sampling.stop if (at := text.find(stop, floor)) >= 0]
-    if found:
-        at, matched = min(found)
-        text = text[: at + len(matched)] if sampling.no_stop_trim else text[:at]
-        finish = "stop"
-    return text, finish, matched
+    for end in range(floor + 1, len(text) + 1) if sampling.stop or sampling.stop_regex else ():
+        stops = [(end - len(stop), end) for stop in sampling.stop if text.endswith(stop, floor, end)]
+        patterns = [re.compile(pattern).search(text, floor, end) for pattern in sampling.stop_regex]
+        if found := stops + [match.span() for match in patterns if match is not None]:
+            begin, end = min(found, key=lambda span: (span[0], -span[1]))
+            return text[: end if sampling.no_stop_trim else begin], "stop", text[begin:end]
+    return text, finish, None

@@ -16,7 +16,19 @@ from typing import Any, Literal, TypeAlias
 from sgl.errors import InvalidParameter, InvalidProgram, SglError, SourceLocation, StateLost, Truncated
 from sgl.grammars.spec import JsonSchema
 from sgl.lang.expressions import Appendable, Expr, ExprList, GenExpr, MediaExpr, RoleExpr, SelectExpr, refuse
-from sgl.lang.graph import MAIN_BRANCH, Fork, Gen, Join, LiteralText, Media, Role, Select, Text, ValueEvent
+from sgl.lang.graph import (
+    MAIN_BRANCH,
+    Fork,
+    Gen,
+    Join,
+    LiteralText,
+    Media,
+    Role,
+    Select,
+    Text,
+    lower_samples,
+    meta_info,
+)
 from sgl.lang.interpreter import Capture, Program, UnknownName, user_location
 from sgl.lang.streams import Cursor, iterate, iterate_async
 from sgl.limits import DEFAULT_LIMITS
@@ -37,7 +49,7 @@ class _Set:
 
 
 class _Gathered:
-    """A variable that a join made: one value per child that has it, in fork order."""
+    """A variable that a join made: one value per child that has it, in fork order; or the samples of one generation."""
 
     def __init__(self, variables: list[_Variable]) -> None:
         self.variables = variables
@@ -173,11 +185,21 @@ class ProgramState:
     def _append_gen(self, expr: GenExpr, location: SourceLocation | None) -> None:
         name = expr.name or self._program.unnamed()
         sampling = expr.sampling(self._program.sampling)
+        is_json = isinstance(expr.constraint, JsonSchema)
         node = Gen(
             id=0, branch=self._branch, location=location, name=name, sampling=sampling, constraint=expr.constraint
         )
-        is_json = isinstance(expr.constraint, JsonSchema)
-        self._capture(node, Capture(name, self._branch, location, expr.dtype, is_json))
+        if sampling.n == 1:
+            self._capture(node, Capture(name, self._branch, location, expr.dtype, is_json))
+            return
+        samples: list[_Variable] = []
+        for each in lower_samples(node, self._program.new_branches(sampling.n)):
+            capture = None
+            if isinstance(each, Gen):
+                capture = Capture(name, each.branch, location, expr.dtype, is_json)
+                samples.append(capture)
+            self._program.append(each, capture)
+        self._define(name, _Gathered(samples))
 
     def _capture(self, node: Gen | Select, capture: Capture) -> None:
         self._program.append(node, capture)
@@ -561,45 +583,3 @@ def _bool(text: str) -> bool:
 
 
 _PARSERS: dict[str, Callable[[str], Any]] = {"int": int, "float": float, "str": json.loads, "bool": _bool}
-
-
-def meta_info(event: ValueEvent) -> dict[str, Any]:
-    """A value's event in the shape that SGLang's `get_meta_info` has."""
-    finish: dict[str, Any] = {"type": event.finish}
-    if event.finish == "length":
-        finish["length"] = len(event.token_ids)
-    elif event.matched is not None:
-        finish["matched"] = event.matched
-    info: dict[str, Any] = {
-        "finish_reason": finish,
-        "prompt_tokens": event.usage.prompt_tokens,
-        "completion_tokens": event.usage.completion_tokens,
-        "cached_tokens": event.usage.cached_tokens,
-        "e2e_latency": event.latency_s,
-        "output_ids": list(event.token_ids),
-    }
-    if event.logprobs:
-        info["output_token_logprobs"] = [(item.logprob, item.token_id, None) for item in event.logprobs]
-        info["output_top_logprobs"] = [
-            [(logprob, token_id, None) for token_id, logprob in item.top] for item in event.logprobs
-        ]
-    if event.choices:
-        scores = event.choices
-        info["probabilities"] = {score.choice: score.probability for score in scores}
-        info["scores"] = {score.choice: score.score for score in scores}
-        if not all(score.complete for score in scores):
-            info["bounds"] = [score.choice for score in scores if not score.complete]
-        info["normalized_prompt_logprobs"] = [
-            sum(score.logprobs) / len(score.logprobs) if score.logprobs else 0.0 for score in scores
-        ]
-        info["input_token_logprobs"] = [
-            [(logprob, token_id, None) for logprob, token_id in zip(score.logprobs, score.token_ids, strict=False)]
-            for score in scores
-        ]
-        info["output_token_logprobs"] = [[] for _ in scores]
-        if any(score.unconditional for score in scores):
-            info["unconditional_token_logprobs"] = [list(score.unconditional) for score in scores]
-            info["normalized_unconditional_prompt_logprobs"] = [
-                sum(score.unconditional) / len(score.unconditional) if score.unconditional else 0.0 for score in scores
-            ]
-    return info
