@@ -48,6 +48,7 @@ from sgl.runtime.messages import (
     Log,
     OverrideReply,
     Ping,
+    PinReply,
     Pong,
     Progress,
     Ready,
@@ -340,7 +341,9 @@ class WorkerClient:
             case Pong():
                 self._answer(message.request, message, None)
             case FlushReply():
-                self._answer(message.request, message.pages, None)
+                self._answer(message.request, message.pages, message.error)
+            case PinReply():
+                self._answer(message.request, message.num_tokens, message.error)
             case OverrideReply():
                 if message.overrides:
                     known = [*self.info.get("overrides", ()), *msgspec.to_builtins(message.overrides)]

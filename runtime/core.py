@@ -12,6 +12,7 @@ exception that nobody expected is in `failures`; where tests make things fail on
 
 from __future__ import annotations
 
+import math
 import time
 import uuid
 from collections import deque
@@ -24,6 +25,7 @@ from sgl.grammars.compiler import GrammarCompiler
 from sgl.lang.graph import Event, FailedEvent, Graph, ProgramOptions
 from sgl.limits import DEFAULT_LIMITS, Limits
 from sgl.runtime.branch import Reply
+from sgl.runtime.cache_control import CacheControl, busy
 from sgl.runtime.config import ResolvedConfig
 from sgl.runtime.failures import internal_error
 from sgl.runtime.faults import FaultPoints
@@ -90,6 +92,7 @@ class EngineCore:
         self.tokenizer = tokenizer
         self.stats = Stats()
         self.scheduler = Scheduler(config, self.stats, limits, on_end=tracer.ended if tracer is not None else None)
+        self.cache = CacheControl(self.scheduler, tokenizer, clock)
         self.compiler = GrammarCompiler(
             tokenizer.to_json(), tokenizer.vocab_size, sorted(tokenizer.eos_ids), limits=limits
         )
@@ -161,6 +164,7 @@ class EngineCore:
         """Advance every planned sequence; False when there was nothing to do."""
         self.finish_jobs()
         self._check_deadlines()
+        self.cache.tick()
         plan = self.scheduler.schedule()
         if not plan.chunks:
             return False
@@ -183,6 +187,7 @@ class EngineCore:
                 if request.done:
                     self._watchers.pop(request.sequence.id, None)
                 run.on_request(request)
+        self.cache.tick()
         return True
 
     @property
@@ -222,9 +227,11 @@ class EngineCore:
                 )
 
     def next_deadline(self) -> float | None:
-        """When the first open program runs out of time, on the engine's clock."""
+        """When the first open program, pin or waiting flush runs out of time, on the engine's clock."""
         ends = (run.expires_at for run in self._programs.values())
-        return min((end for end in ends if end is not None), default=None)
+        first = min((end for end in ends if end is not None), default=math.inf)
+        first = min(first, self.cache.next_deadline())
+        return first if first < math.inf else None
 
     # --- services to programs ---
 
@@ -278,7 +285,13 @@ class EngineCore:
         return self.stats
 
     def flush_cache(self) -> int:
-        """Drop every cached page that no program holds; how many there were."""
+        """Drop every cached page that no live state and no pin holds; how many there were.
+
+        Raises:
+            EngineBusy: requests run or wait (see `CacheControl.flush`, which can wait).
+        """
+        if self.scheduler.has_work:
+            raise busy(self.scheduler)
         return self.scheduler.flush()
 
 

@@ -44,6 +44,7 @@ from sgl.runtime.client import EventSink, Health, WorkerClient
 from sgl.runtime.config import EngineConfig, RuntimeOverride, config_from_mapping
 from sgl.runtime.loading.sources import check_model
 from sgl.runtime.messages import Cancel, FlushCache, GetStats, Override, ReadState, Submit
+from sgl.runtime.pinned import PinnedPrefix, pin
 
 Prompt = str | Sequence[int]
 Output = dict[str, Any]
@@ -85,10 +86,39 @@ class Engine:
         """Start a program (see `sgl.lang.backend`)."""
         return EngineSession(self._client, sink, options)
 
-    def flush_cache(self) -> bool:
-        """Drop every cached page that no live program stands on."""
-        self._client.ask(FlushCache).result()
+    def flush_cache(self, *, wait_s: float = 0.0) -> bool:
+        """Drop every cached page that no live program state and no pin holds.
+
+        Args:
+            wait_s: how long to wait for an engine that is idle: what running requests share would be lost to them.
+
+        Raises:
+            EngineBusy: requests ran or waited all that time.
+        """
+        self._client.ask(lambda request: FlushCache(request, float(wait_s))).result()
         return True
+
+    def pin(self, prefix: str | Sequence[int], *, ttl_s: float | None = None, cache_salt: str = "") -> PinnedPrefix:
+        """Keep a prefix in the cache, whatever else needs room; computes it first where it is not cached.
+
+        Prompts match pinned tokens exactly: text that goes on without a break may share the last token but one only.
+
+        Args:
+            prefix: text as a prompt begins with it, or token ids.
+            ttl_s: seconds after which the pin ends by itself.
+            cache_salt: pin what requests with this salt share.
+
+        Raises:
+            PinBudgetExceeded: over `max_pinned_tokens`, or too little room would be left for what is running.
+            InvalidRequest: the prefix is empty, shorter than a page, longer than the context, or not of this model.
+
+        Example:
+            >>> with Engine(model_path="dummy") as engine, engine.pin("You are terse. ") as pinned:
+            ...     out = engine.generate("You are terse. Hello", {"max_new_tokens": 1})
+            ...     pinned.num_tokens, out["meta_info"]["cached_tokens"]
+            (15, 15)
+        """
+        return pin(self._client, prefix, ttl_s, cache_salt)
 
     def server_info(self) -> Mapping[str, Any]:
         """The model, what was resolved with the reasons and the memory plan, and what was overridden since."""

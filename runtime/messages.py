@@ -63,9 +63,25 @@ class Ping(msgspec.Struct, frozen=True, tag="ping"):
 
 
 class FlushCache(msgspec.Struct, frozen=True, tag="flush_cache"):
-    """Drop every cached page that no program holds."""
+    """Drop every cached page that nothing holds, as soon as no request runs or waits; refused after `wait_s`."""
 
     request: int
+    wait_s: float = 0.0
+
+
+class Pin(msgspec.Struct, frozen=True, tag="pin"):
+    """Keep a prefix, given as text or as token ids, in the cache; `request` is the pin's number from then on."""
+
+    request: int
+    prefix: str | tuple[int, ...]
+    ttl_s: float | None = None
+    cache_salt: str = ""
+
+
+class Unpin(msgspec.Struct, frozen=True, tag="unpin"):
+    """Let a pinned prefix go. Not answered."""
+
+    pin: int
 
 
 class Override(msgspec.Struct, frozen=True, tag="override"):
@@ -80,7 +96,9 @@ class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
     """Cancel everything and exit with status 0."""
 
 
-ToWorker: TypeAlias = Hello | Submit | ReadState | Cancel | GetStats | Ping | FlushCache | Override | Shutdown
+ToWorker: TypeAlias = (
+    Hello | Submit | ReadState | Cancel | GetStats | Ping | FlushCache | Pin | Unpin | Override | Shutdown
+)
 
 
 class Refused(msgspec.Struct, frozen=True):
@@ -156,14 +174,23 @@ class Log(msgspec.Struct, frozen=True, tag="log"):
 
 
 class FlushReply(msgspec.Struct, frozen=True, tag="flush_reply"):
-    """Answer to `FlushCache`: pages that became free."""
+    """Answer to `FlushCache`: pages that became free, or why none did."""
 
     request: int
     pages: int
+    error: ErrorInfo | None = None
+
+
+class PinReply(msgspec.Struct, frozen=True, tag="pin_reply"):
+    """Answer to `Pin`, once the prefix is computed: tokens that are pinned, or why none are."""
+
+    request: int
+    num_tokens: int
+    error: ErrorInfo | None = None
 
 
 ToClient: TypeAlias = (
-    Progress | Ready | Failed | Events | StateReply | StatsReply | Pong | OverrideReply | Log | FlushReply
+    Progress | Ready | Failed | Events | StateReply | StatsReply | Pong | OverrideReply | Log | FlushReply | PinReply
 )
 
 _encoder = msgspec.msgpack.Encoder()

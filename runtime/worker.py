@@ -20,6 +20,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
+from functools import partial
 from io import FileIO
 from pathlib import Path
 from typing import IO, Any
@@ -46,7 +47,9 @@ from sgl.runtime.messages import (
     Hello,
     Override,
     OverrideReply,
+    Pin,
     Ping,
+    PinReply,
     Pong,
     Progress,
     ReadState,
@@ -57,6 +60,7 @@ from sgl.runtime.messages import (
     StatsReply,
     Submit,
     ToClient,
+    Unpin,
     pack,
     unpack_to_worker,
 )
@@ -198,7 +202,12 @@ class Worker:
             case Override():
                 self._send(self._override(message))
             case FlushCache():
-                self._send(FlushReply(request=message.request, pages=core.flush_cache()))
+                core.cache.flush(message.wait_s, partial(self._reply, FlushReply, message.request))
+            case Pin():
+                done = partial(self._reply, PinReply, message.request)
+                core.cache.pin(message.request, message.prefix, message.ttl_s, message.cache_salt, done)
+            case Unpin():
+                core.cache.unpin(message.pin)
             case Shutdown():
                 core.cancel_all()
                 self._flush_events()
@@ -210,6 +219,12 @@ class Worker:
             case Hello():
                 raise InternalError("the client said hello twice")
         return True
+
+    def _reply(
+        self, kind: type[FlushReply] | type[PinReply], request: int, number: int, error: SglError | None
+    ) -> None:
+        """Answer a question about the cache."""
+        self._send(kind(request, number, error.to_info() if error is not None else None))
 
     def _override(self, message: Override) -> OverrideReply:
         """Change the running engine, or say why not. Called between two steps."""
@@ -371,9 +386,12 @@ def main(folder: str, pipe: int) -> None:
     """Serve the client whose socket is in `folder` until it says to end, or is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # a message on a terminal that stops background writers
-    stacks = (Path(folder) / rendezvous.STACKS).open("wb", buffering=0)
-    faulthandler.enable(stacks)
     _exit_with_parent(pipe, folder)
+    try:
+        stacks = (Path(folder) / rendezvous.STACKS).open("wb", buffering=0)
+    except FileNotFoundError:  # the client was interrupted while it started this process, and has taken the folder away
+        os._exit(0)
+    faulthandler.enable(stacks)
     context = zmq.Context()
     socket: zmq.Socket[bytes] = context.socket(zmq.PAIR)
     socket.setsockopt(zmq.LINGER, 2000)

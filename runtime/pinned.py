@@ -1,0 +1,58 @@
+"""A pinned prefix, as who pinned it sees it.
+
+Owns the handle that `Engine.pin` returns. The pin itself lives in the worker (`sgl.runtime.pins`) and ends with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+
+from sgl.errors import EngineDead, InvalidParameter
+from sgl.lang.graph import plain
+from sgl.runtime.client import WorkerClient
+from sgl.runtime.messages import Pin, Unpin
+
+
+class PinnedPrefix:
+    """A prefix that stays in the cache until `unpin`, the end of its lifetime, or that of a `with` block.
+
+    Attributes:
+        num_tokens: how many tokens are pinned: all of the prefix, less a last, partial page.
+    """
+
+    def __init__(self, client: WorkerClient, number: int, num_tokens: int) -> None:
+        self._client = client
+        self._number = number
+        self.num_tokens = num_tokens
+
+    def unpin(self) -> None:
+        """Let the prefix go: it stays cached until its pages are needed. Idempotent."""
+        with suppress(EngineDead):  # what died holds nothing
+            self._client.send(Unpin(self._number))
+
+    def __enter__(self) -> PinnedPrefix:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.unpin()
+
+
+def pin(client: WorkerClient, prefix: str | Sequence[int], ttl_s: float | None, cache_salt: str) -> PinnedPrefix:
+    """Ask the worker to pin, and wait until the prefix is computed (see `Engine.pin`)."""
+    if ttl_s is not None and (isinstance(ttl_s, bool) or not isinstance(ttl_s, (int, float)) or not ttl_s > 0):
+        raise InvalidParameter(f"ttl_s is {ttl_s!r}; expected seconds above 0, or None", param="ttl_s")
+    if not isinstance(cache_salt, str):
+        raise InvalidParameter(f"cache_salt is {cache_salt!r}; expected a string", param="cache_salt")
+    if not isinstance(prefix, str):
+        prefix = tuple(plain(id) for id in prefix)
+        if any(type(id) is not int for id in prefix):
+            raise InvalidParameter("prefix must be a string or a sequence of token ids", param="prefix")
+    numbers: list[int] = []
+
+    def message(number: int) -> Pin:
+        numbers.append(number)
+        return Pin(number, prefix, ttl_s, cache_salt)
+
+    num_tokens: int = client.ask(message).result()
+    return PinnedPrefix(client, numbers[0], num_tokens)
