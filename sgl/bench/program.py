@@ -87,7 +87,8 @@ class WorkloadCounts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PolicyTotal(msgspec.Struct, frozen=True, kw_only=True):
-    """All workloads under one policy, by the token; `lowest` is the smallest ratio of a single workload."""
+    """All workloads under one policy, by the token; `lowest` is the smallest ratio of a single workload, of those in
+    which the optimum hits at least one token in a hundred."""
 
     policy: str
     hit_rate: float
@@ -249,5 +250,5 @@ def _total(policy: str, counted: Sequence[WorkloadCounts]) -> PolicyTotal:
         lru_hit_rate=sum(row.lru_tokens for row in rows) / prompt,
         unbounded_hit_rate=sum(row.unbounded_tokens for row in rows) / prompt,
         of_belady=hits / belady if belady else 1.0,
-        lowest=min(row.of_belady for row in rows),
+        lowest=min((row.of_belady for row in rows if 100 * row.belady_tokens >= row.prompt_tokens), default=1.0),
     )

@@ -6,7 +6,8 @@ Owns the two comparisons and what is run in them; the pairs, the watch over the 
 * One by one, cache off: plain requests to an engine without prefix cache, each sent when the one before has ended.
 * Together, cache on: plain requests to the same engine, as many at a time as the programs have under way.
 
-The programs run in the ordinary way in both: all calls of a wave together, on an engine with its cache.
+The programs run in the ordinary way in both: all calls of a wave together, on an engine with its cache. Besides, what
+the cache costs when it finds nothing: prompts that share nothing, with the cache and without it.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from sgl.bench.pairs import Pair, Result, summarise
 from sgl.bench.plain import PlainBackend
 from sgl.bench.program import unit_of, waves
 from sgl.bench.provenance import Provenance, provenance, side_variables
-from sgl.bench.workloads import Call, Workload
+from sgl.bench.workloads import NO_REUSE, Call, Workload
 from sgl.errors import ConfigError
 from sgl.lang.backend import Backend
 from sgl.runtime.config import config_from_mapping
@@ -35,6 +36,7 @@ from sgl.runtime.loading.facts import cpu_count
 
 ONE_BY_ONE = "one by one, cache off"
 TOGETHER = "together, cache on"
+CACHE_OFF = "the same programs, cache off"
 _MOST_TOGETHER = 96
 """Programs under way at a time, as in `run_batch`."""
 
@@ -49,7 +51,7 @@ class FormTokens(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FormComparison(msgspec.Struct, frozen=True, kw_only=True):
-    """One workload against one baseline; the ratio is the baseline's time over the programs'."""
+    """One workload against one baseline (`plain`); the ratio is the baseline's time over the programs'."""
 
     workload: str
     baseline: str
@@ -88,12 +90,14 @@ def compare_forms(
     seed: int,
     plan: PairPlan,
     fields: Mapping[str, Any],
+    no_reuse: bool = True,
     sampler: Sampler | None = None,
     progress: Callable[[str], None] = lambda what: None,
 ) -> WallReport:
     """Measure every workload against both baselines.
 
     Args:
+        no_reuse: measure prompts that share nothing, too.
         fields: of `EngineConfig`, for both sides.
         sampler: of the load; that of the least busy cores by default. Tests invent one.
 
@@ -109,29 +113,26 @@ def compare_forms(
     config = config_from_mapping(fields)
     threads = config.num_threads or (1 if config.model_path == "dummy" else cpu_count())
     cores = least_busy(os.sched_getaffinity(0), threads)
-    sampler = sampler or ProcSampler(cores)
+    sampler = ProcSampler(cores) if sampler is None else sampler
     given = {**fields, "num_threads": threads}
-    comparisons = []
+    comparisons: list[FormComparison] = []
+
+    def compare(workload: Workload, baseline: str, programs: _Form, plain: _Form) -> None:
+        progress(f"{workload.name}: programs against {baseline}")
+        comparisons.append(_compare(workload.name, baseline, programs, plain, sampler, plan, progress))
+
     with Engine(**given) as engine, Engine(**given, disable_radix_cache=True) as uncached:
+        one_by_one, together = PlainBackend(uncached, in_flight=1), PlainBackend(engine)
+        unit = unit_of(config.model_path)
         for workload in workloads:
-            calls = workload.build(seed, scale, unit_of(config.model_path))
-            forms = {
-                ONE_BY_ONE: (uncached, PlainBackend(uncached, in_flight=1), 1),
-                TOGETHER: (engine, PlainBackend(engine), _MOST_TOGETHER),
-            }
-            for baseline, (answering, plain, together) in forms.items():
-                progress(f"{workload.name}: programs against plain requests, {baseline}")
-                comparisons.append(
-                    _compare(
-                        workload.name,
-                        baseline,
-                        _Form(engine, engine, calls, _MOST_TOGETHER),
-                        _Form(answering, plain, calls, together),
-                        sampler,
-                        plan,
-                        progress,
-                    )
-                )
+            calls = workload.build(seed, scale, unit)
+            programs = _Form(engine, engine, calls, _MOST_TOGETHER)
+            compare(workload, ONE_BY_ONE, programs, _Form(uncached, one_by_one, calls, 1))
+            compare(workload, TOGETHER, programs, _Form(engine, together, calls, _MOST_TOGETHER))
+        if no_reuse:
+            calls = NO_REUSE.build(seed, scale, unit)
+            cached, bare = (_Form(each, each, calls, _MOST_TOGETHER) for each in (engine, uncached))
+            compare(NO_REUSE, CACHE_OFF, cached, bare)
         info = engine.server_info()
     return WallReport(
         model=str(info["model"]),
@@ -140,7 +141,7 @@ def compare_forms(
         engine=given,
         provenance=provenance(cores, side_variables(threads), ()),
         comparisons=tuple(comparisons),
-        means=tuple(_mean(baseline, comparisons) for baseline in (ONE_BY_ONE, TOGETHER)),
+        means=tuple(_mean(baseline, comparisons) for baseline in dict.fromkeys(each.baseline for each in comparisons)),
     )
 
 

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
+from sgl.bench.harness import PairPlan
+from sgl.bench.load import CleanRule, Snapshot
 from sgl.bench.plain import PlainBackend
 from sgl.bench.program import count, run_calls, waves
+from sgl.bench.program_wall import CACHE_OFF, ONE_BY_ONE, TOGETHER, compare_forms
 from sgl.bench.stepped import SteppedEngine
 from sgl.bench.workloads import WORKLOADS, Call, Workload, named
 from sgl.bench.workloads.draw import Draw
@@ -160,6 +164,40 @@ def test_a_pool_with_room_hits_what_an_unbounded_cache_would(engine: SteppedEngi
     records = engine.records()[seen:]
     found = sum(record.usage.cached_tokens for record in records)
     assert found == PrefixTree([record.access for record in records]).hits_forever() > 0
+
+
+class QuietMachine:
+    """A sampler that finds nobody else on the cores."""
+
+    cores = 1
+
+    def read(self, sides: Collection[int] = ()) -> Snapshot:
+        now = time.perf_counter()
+        return Snapshot(at_s=now, busy_s=0.0, steal_s=0.0, own_s=0.0, sides_s=(), pressure_s=0.0)
+
+
+def test_wall_time_of_both_forms() -> None:
+    rule = CleanRule(min_window_s=0.0)
+    plan = PairPlan(pairs=1, turn_s=0.0, quiet_s=0.0, rule=rule)
+    fields = {"model_path": "dummy", "num_threads": 1, "max_total_tokens": 4096}
+    report = compare_forms(named(["llm_judge"]), scale=TINY, seed=0, plan=plan, fields=fields, sampler=QuietMachine())
+    assert [(each.workload, each.baseline) for each in report.comparisons] == [
+        ("llm_judge", ONE_BY_ONE),
+        ("llm_judge", TOGETHER),
+        ("no_reuse", CACHE_OFF),
+    ]
+    one_by_one, together, no_reuse = report.comparisons
+    assert one_by_one.plain.prefill_tokens > one_by_one.programs.prefill_tokens == together.programs.prefill_tokens
+    assert together.plain.prefill_tokens >= together.programs.prefill_tokens
+    assert one_by_one.plain.forwards > together.plain.forwards
+    few = 2 * no_reuse.plain.requests  # prompts may begin with the same bytes
+    assert 0 <= no_reuse.plain.prefill_tokens - no_reuse.programs.prefill_tokens <= few
+    assert no_reuse.plain.decode_tokens == no_reuse.programs.decode_tokens
+    assert [(mean.baseline, mean.measured, mean.asked) for mean in report.means] == [
+        (ONE_BY_ONE, 1, 1),
+        (TOGETHER, 1, 1),
+        (CACHE_OFF, 1, 1),
+    ]
 
 
 def test_command_line() -> None:

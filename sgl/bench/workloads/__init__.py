@@ -21,5 +21,6 @@ from sgl.bench.workloads.draw import Unit
 
 # Imported for what they register, in the order of the table.
 from sgl.bench.workloads import questions, agents, documents  # isort: skip  # noqa: F401
+from sgl.bench.workloads.questions import NO_REUSE
 
-__all__ = ["WORKLOADS", "Call", "Unit", "Workload", "named"]
+__all__ = ["NO_REUSE", "WORKLOADS", "Call", "Unit", "Workload", "named"]

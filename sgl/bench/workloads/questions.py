@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import sgl
-from sgl.bench.workloads.base import Call, forced, workload
+from sgl.bench.workloads.base import Call, Workload, forced, workload
 from sgl.bench.workloads.draw import Draw
 
 
@@ -113,3 +113,17 @@ def in_batch_prefix(draw: Draw) -> list[Call]:
     draw.random.shuffle(together)
     waves.append(together)
     return [Call(answer, row, wave) for wave, rows in enumerate(waves) for row in rows]
+
+
+def _no_reuse(draw: Draw) -> list[Call]:
+    """Random text. 1 call; nothing is shared, so a prefix cache has all of its work and none of its use.
+
+    Scale 1.0: 256 prompts of 512; out 16. Not one of the 17.
+    """
+    return [
+        Call(answer, {"before": f"{number}{draw.text(512)}", "question": "", "output_len": draw.length(16)})
+        for number in range(draw.num(256, least=8))
+    ]
+
+
+NO_REUSE = Workload("no_reuse", "what the cache costs when it finds nothing", True, _no_reuse)
