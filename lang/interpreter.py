@@ -341,7 +341,15 @@ class Program:
                 self._raise_if_failed(location)
                 if self._done is not None and not self.body_running:
                     raise StateLost("the program ended without that value", location=location)
-                self.changed.wait()
+                self.sleep()
+
+    def sleep(self) -> None:
+        """Until the next event or wake-up; `changed` is held. Ctrl-C in here is also the end of the program."""
+        try:
+            self.changed.wait()
+        except BaseException:
+            self.cancel()
+            raise
 
     def wait(self, capture: Capture) -> ValueEvent:
         """The event of a capture; submits what is buffered if it needs that."""
@@ -370,7 +378,7 @@ class Program:
         future.add_done_callback(self._on_read)
         with self.changed:
             while not future.done() and not self.ended:
-                self.changed.wait()
+                self.sleep()
             if not future.done():
                 self._raise_if_failed()
                 raise StateLost(f"branch {branch} was released before its text was read")

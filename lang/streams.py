@@ -91,7 +91,7 @@ def iterate(program: Program, cursor: Cursor) -> Iterator[Any]:
             continue  # an error that came with them is raised by the next look
         with program.changed:
             while program.version == seen:
-                program.changed.wait()
+                program.sleep()
 
 
 async def iterate_async(program: Program, cursor: Cursor) -> AsyncIterator[Any]:

@@ -19,7 +19,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -108,7 +107,9 @@ class WorkerClient:
         self._numbers = count(1)
         self._dead: SglError | None = None
         self._closing = False
+        self._closing_once = threading.Lock()
         self._closed = False
+        self._freed = False
         self._started: Future[None] = Future()
         self._process: subprocess.Popen[bytes] | None = None
         self._thread: threading.Thread | None = None
@@ -155,9 +156,8 @@ class WorkerClient:
             os.close(worker_end)
         self._pidfd = os.pidfd_open(self._process.pid)
         self._held.callback(os.close, self._pidfd)
-        thread = threading.Thread(target=self._serve, name="sgl-engine", daemon=True)
-        thread.start()
-        self._thread = thread
+        self._thread = threading.Thread(target=self._serve, name="sgl-engine", daemon=True)
+        self._thread.start()
 
     def _pipe(self) -> tuple[int, int]:
         ends = os.pipe()
@@ -230,43 +230,36 @@ class WorkerClient:
 
         An interrupt in here (a second Ctrl-C) takes the worker's time to end in peace; it is raised at the end.
         """
-        with self._lock:
-            if self._closing or self._owner != os.getpid():
-                return
-            self._closing = True
-        interrupt = None
-        if self._thread is not None:
-            self._out.append(pack(Shutdown()))
-            os.write(self._wake_write, b"w")
-            # While it loads a model the worker reads no messages.
-            interrupt = self._outlast(self._thread, timeout_s if self._started.done() else 0.0)
-        elif self._process is not None:
-            self._process.kill()
-            self._process.wait()
-        with self._lock:
-            self._closed = True
-            self._held.close()
-        _clients.discard(self)
+        interrupt: BaseException | None = None
+        while not self._freed and self._owner == os.getpid():
+            try:
+                self._close(timeout_s)
+            except (KeyboardInterrupt, SystemExit) as error:
+                interrupt, timeout_s = error, 0.0
         if interrupt is not None:
             raise interrupt
 
-    def _outlast(self, thread: threading.Thread, timeout_s: float) -> BaseException | None:
-        """Wait until the worker, and with it the thread, has ended; the interrupt that came meanwhile."""
-        deadline = time.monotonic() + timeout_s
-        interrupt: BaseException | None = None
-        while thread.is_alive():
-            try:
-                thread.join(max(0.0, deadline - time.monotonic()))
-                if thread.is_alive():
-                    self._kill()
-                    thread.join()
-            except BaseException as error:  # noqa: BLE001 - raised by the caller, once nothing is left
-                interrupt, deadline = error, 0.0
-        return interrupt
-
-    def _kill(self) -> None:
-        assert self._process is not None
-        self._process.kill()
+    def _close(self, timeout_s: float) -> None:
+        """May be interrupted anywhere, and called again: each of its steps may be done twice."""
+        self._closing = True
+        thread = self._thread if self._thread is not None and self._thread.ident is not None else None
+        if thread is not None:
+            with self._lock:
+                self._out.append(pack(Shutdown()))
+                self._wake()
+            # While it loads a model the worker reads no messages.
+            thread.join(timeout_s if self._started.done() else 0.0)
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+        if thread is not None:
+            thread.join()  # it ends with the worker
+        with self._closing_once:
+            with self._lock:
+                self._closed = True
+            self._held.close()
+            self._freed = True
+        _clients.discard(self)
 
     # --- the thread ---
 
@@ -313,7 +306,7 @@ class WorkerClient:
         except OSError:  # it ended before it made the file
             stacks = ""
         if stacks:
-            log.error("the engine's worker left the stacks of its threads:\n%s", stacks)
+            deliver(Log(logging.ERROR, "sgl.worker", f"stacks of its threads, as it left them:\n{stacks}"))
         if stacks.startswith(watchdog.MARK):
             return EngineDead(
                 "the engine's worker made no progress within watchdog_timeout and was ended",

@@ -2,18 +2,22 @@
 
 The file sees `sys.argv` and `sys.path[0]` as under plain `python`. An `SglError` that reaches the top is shown as one
 message; any other exception keeps its traceback, cut to the user's frames and below. The file is compiled once before
-it runs, so that a syntax error in it is told apart from one in something that it imports.
+it runs, so that a syntax error in it is told apart from one in something that it imports. SIGTERM ends it as
+`sys.exit(143)` would: its engine is closed and exit handlers run; a second one ends everything at once.
 """
 
 from __future__ import annotations
 
 import difflib
 import runpy
+import signal
 import sys
+import threading
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 
 from sgl.cli.console import FAILED, say
 from sgl.errors import ConfigError, SglError, SourceLocation
@@ -62,7 +66,8 @@ def run_file(path: Path, args: Sequence[str]) -> int:
     sys.argv = [str(path), *args]
     sys.path.insert(0, str(path.resolve().parent))
     try:
-        runpy.run_path(str(path), run_name="__main__")
+        with _ended_by_sigterm():
+            runpy.run_path(str(path), run_name="__main__")
     except SglError as error:
         error.at(_last_line_of(path, error.__traceback__))
         raise
@@ -70,6 +75,22 @@ def run_file(path: Path, args: Sequence[str]) -> int:
         traceback.print_exception(type(error), error, _from_frame_of(path, error.__traceback__))
         return FAILED
     return 0
+
+
+@contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def end(number: int, _frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _from_frame_of(path: Path, frames: TracebackType | None) -> TracebackType | None:
