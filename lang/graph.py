@@ -227,6 +227,7 @@ class ProgramOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         priority: larger is more urgent.
         stream: send `TextEvent` and `DeltaEvent` as text appears, not only values.
         want_text: `DoneEvent` carries the main branch's text.
+        cache_salt: computed prefixes are shared with programs of the same salt only, for example one per tenant.
     """
 
     name: str = "program"
@@ -234,6 +235,7 @@ class ProgramOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     priority: int = 0
     stream: bool = False
     want_text: bool = True
+    cache_salt: str = ""
 
 
 def encode(graph: Graph) -> bytes:

@@ -144,7 +144,7 @@ class ProgramRun:
         self.deadline = services.now() + options.deadline_s if options.deadline_s is not None else None
         self._services = services
         self._scheduler = services.scheduler
-        self._namespace = CacheKey(program=id if services.config.disable_radix_cache else None)
+        self._namespace = CacheKey(salt=options.cache_salt, program=id if services.config.disable_radix_cache else None)
         self._values: dict[tuple[int, str], str] = {}
         self._lineage: dict[int, int] = {}  # branch -> parent
         self._work: dict[int, _Drawing | _Scoring] = {}  # by sequence
