@@ -18,6 +18,7 @@ import msgspec
 
 from sgl.errors import ConfigError
 from sgl.kernels.workspace import decode_attention_bytes, prefill_attention_bytes
+from sgl.limits import DEFAULT_LIMITS
 
 if TYPE_CHECKING:
     from sgl.runtime.config import EngineConfig, Facts, ResolvedConfig
@@ -258,14 +259,15 @@ def _attention(sizes: Sizes, facts: Facts) -> MemoryItem:
 
 
 def _logits(sizes: Sizes, facts: Facts) -> MemoryItem:
-    """Every token of a step may be scored; at most `max_running_requests` of them are sampled."""
-    rows = sizes.chunked_prefill_size
-    sampled = min(sizes.max_running_requests, rows)
+    """Rows that a step may have (the scheduler holds to these limits), and what sampling and scoring copy of them."""
+    sampled = min(sizes.max_running_requests, sizes.chunked_prefill_size)
+    scored = min(max(DEFAULT_LIMITS.max_logit_rows, DEFAULT_LIMITS.max_choices), sizes.chunked_prefill_size)
+    both = DEFAULT_LIMITS.max_logit_rows + DEFAULT_LIMITS.max_choices + sampled
+    rows = min(both, sizes.chunked_prefill_size)
     half = 0 if sizes.dtype == "float32" else BYTES_OF[sizes.dtype]
-    total = facts.vocab_size * (rows * (4 + half + _SCORED_ROW) + sampled * _SAMPLED_ROW)
-    return MemoryItem(
-        "logits", total, "serving", f"{rows} rows of {facts.vocab_size}, all scored, {sampled} of them sampled"
-    )
+    total = facts.vocab_size * (rows * (4 + half) + scored * _SCORED_ROW + sampled * _SAMPLED_ROW)
+    why = f"{rows} rows of {facts.vocab_size}, up to {scored} scored and {sampled} sampled at once"
+    return MemoryItem("logits", total, "serving", why)
 
 
 # --- when it does not fit ---------------------------------------------------------------------------------------------

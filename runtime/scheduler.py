@@ -64,7 +64,7 @@ class Scheduler:
         self._policy = QueuePolicy(config.schedule_policy, self._cached_prefix, seed=config.random_seed)
         self._on_end = on_end
         self._estimate = OutputEstimate(config.schedule_conservativeness)
-        self._logit_rows = limits.max_logit_rows  # scored prompt positions that the step has room for
+        self._rows_left: dict[bool, int] = {}
         stats.pages_total = config.num_pages
 
     # --- sequences: the commands of a program run ---
@@ -154,7 +154,8 @@ class Scheduler:
         """The next step: running requests first, decoding ones before prefilling ones, then waiting ones."""
         budget = self.config.chunked_prefill_size
         planned: dict[int, Chunk] = {}
-        self._logit_rows = self.limits.max_logit_rows
+        # Scored rows that this step may still have: of prompts (False), and of options of selects (True).
+        self._rows_left = {False: self.limits.max_logit_rows, True: self.limits.max_choices}
         self.paging.begin_step()
         self._preempt()
         for request in sorted(self.running, key=_urgency):
@@ -304,9 +305,10 @@ class Scheduler:
         start = found + num_copied
         end = min(length, start + budget)
         scored = request.unscored(start, end)
-        if not request.score_only and len(scored) > self._logit_rows:
-            end = scored[self._logit_rows]
-            scored = scored[: self._logit_rows]
+        rows_left = self._rows_left[request.score_only]
+        if len(scored) > rows_left:
+            end = scored[rows_left]
+            scored = scored[:rows_left]
             if end == start:
                 return 0
         missing = -(-end // self.page_size) - len(sequence.pages)
@@ -315,7 +317,7 @@ class Scheduler:
                 return 0
             self.paging.grow(sequence, missing, source, num_copied)
             request.account_found(found, start)
-        self._logit_rows -= 0 if request.score_only else len(scored)
+        self._rows_left[request.score_only] -= len(scored)
         request.account_computed(start, end)
         request.last_step = self.step
         self.paging.write(sequence, start, end)

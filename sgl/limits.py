@@ -54,7 +54,9 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     max_logit_rows: Annotated[
         int, Meta(ge=1, description="Scored positions in one step; each costs a row of the vocabulary, 200 KB of it.")
     ] = 128
-    max_choices: Annotated[int, Meta(ge=1, description="Options of one select; each is a scored sequence.")] = 1024
+    max_choices: Annotated[
+        int, Meta(ge=1, description="Options of one select, each a scored sequence; scored rows of options in a step.")
+    ] = 1024
     max_schema_bytes: Annotated[int, Meta(ge=1, description="JSON schema, regex or grammar text.")] = 64 * 2**10
     max_compile_s: Annotated[float, Meta(gt=0, description="Compiling one constraint.")] = 2.0
     max_compile_bytes: Annotated[int, Meta(ge=1, description="Memory of compiling one constraint.")] = 256 * 2**20

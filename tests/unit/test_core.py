@@ -33,6 +33,7 @@ from sgl.lang.graph import (
     ValueEvent,
     Var,
 )
+from sgl.limits import Limits
 
 
 def text(id: int, value: str, branch: int = 0) -> Text:
@@ -232,6 +233,22 @@ def test_select_scores_every_option_exactly() -> None:
     # 6 for the prompt, and one per inner node of the token trie: a al alp, alph, alpi alpin, b be bet.
     assert event.usage.prefill_tokens == 6 + 9
     assert len(rig.runner.plans) == 1 + 3
+
+
+def test_a_step_has_a_bounded_number_of_scored_rows() -> None:
+    """Options of many selects come at once; those beyond the bounds come in later steps, with the same scores."""
+    free, bounded = Rig(), Rig(limits=Limits(max_choices=4, max_logit_rows=2))
+    for rig in (free, bounded):
+        for program in range(5):
+            options = tuple(f"{program}{end}" for end in ("aa", "ab", "ba", "c"))
+            start(rig, program, text(0, "pick: "), Select(id=1, name="c", choices=options))
+        rig.run()
+    rows = [[sum(len(chunk.scores) for chunk in plan.chunks) for plan in rig.runner.plans] for rig in (free, bounded)]
+    assert max(rows[0]) > 4 + 2 >= max(rows[1])
+    for program in range(5):
+        (one,), (other,) = free.of(program, ValueEvent), bounded.of(program, ValueEvent)
+        assert one.value == other.value
+        assert [score.logprobs for score in one.choices] == [score.logprobs for score in other.choices]
 
 
 def _log_sum_exp(row: object) -> float:

@@ -93,7 +93,7 @@ def advice(error: ConfigError) -> tuple[str, str]:
     ("wish", "available", "field"),
     [
         ({"max_total_tokens": 500_000}, 4 * GiB, "max_total_tokens"),
-        ({"chunked_prefill_size": 8192}, 3 * GiB, "chunked_prefill_size"),
+        ({"chunked_prefill_size": 8192}, 2 * GiB, "chunked_prefill_size"),
         ({"mem_fraction_static": 0.1}, 4 * GiB, "mem_fraction_static"),
         ({}, 1300 * MiB, "chunked_prefill_size"),
         ({"dtype": "float32", "chunked_prefill_size": 32}, 900 * MiB, "dtype"),
