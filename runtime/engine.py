@@ -10,44 +10,22 @@ import asyncio
 import shutil
 import sys
 import threading
-import time
-import uuid
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from queue import SimpleQueue
 from typing import Any
 
 import msgspec
 
 from sgl.environment import with_environment
-from sgl.errors import EmptyPrompt, EngineDead, InternalError, InvalidParameter, SglError, Unsupported
-from sgl.grammars.spec import Constraint, JsonSchema, Regex, canonical_schema
-from sgl.lang.graph import (
-    DeltaEvent,
-    DoneEvent,
-    Event,
-    FailedEvent,
-    Gen,
-    Graph,
-    LiteralText,
-    ProgramOptions,
-    Sampling,
-    StateText,
-    Text,
-    Tokens,
-    ValueEvent,
-    plain,
-    sampling_from_mapping,
-)
+from sgl.errors import EngineDead, SglError, Unsupported
+from sgl.lang.graph import Graph, ProgramOptions, StateText, sampling_from_mapping
+from sgl.runtime import offline
 from sgl.runtime.client import EventSink, Health, WorkerClient
 from sgl.runtime.config import EngineConfig, RuntimeOverride, config_from_mapping
 from sgl.runtime.loading.sources import check_model
 from sgl.runtime.messages import Cancel, FlushCache, GetStats, Override, ReadState, Submit
 from sgl.runtime.pinned import PinnedPrefix, pin
-
-Prompt = str | Sequence[int]
-Output = dict[str, Any]
 
 
 class Engine:
@@ -124,6 +102,11 @@ class Engine:
         """The model, what was resolved with the reasons and the memory plan, and what was overridden since."""
         return self._client.info
 
+    def sampling_defaults(self) -> Mapping[str, Any]:
+        """The sampling fields that the model recommends (see `EngineConfig.sampling_defaults`)."""
+        found: Mapping[str, Any] = self._client.info["sampling_defaults"]
+        return found
+
     def override(self, *, why: str, **fields: Any) -> tuple[RuntimeOverride, ...]:
         """Change the running engine, all of `fields` or none; `server_info()` and `stats()` show what was changed.
 
@@ -199,36 +182,46 @@ class Engine:
         sampling_params: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
         *,
         input_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
-        return_logprob: bool = False,
-        top_logprobs_num: int = 0,
+        return_logprob: bool | None = None,
+        logprob_start_len: int | None = None,
+        top_logprobs_num: int | None = None,
+        token_ids_logprob: Sequence[int] | None = None,
         stream: bool = False,
     ) -> Any:
         """Continue one prompt or a list of them.
 
         Args:
             prompt: text, or a list of texts; or `input_ids` in its place.
-            sampling_params: fields of `Sampling`, and `regex` or `json_schema`; one mapping, or one per prompt.
-            stream: yield outputs as they grow (`text` is cumulative) instead of returning them.
+            sampling_params: fields of `Sampling`, and `regex` or `json_schema`; one mapping, or one per prompt. What is
+                not given is what the model recommends (`sampling_defaults`), or else a constant.
+            return_logprob, ...: for all prompts, as the fields of `Sampling`; what `sampling_params` says wins.
+            stream: yield outputs as they grow (`text` is cumulative) instead of returning them; with several outputs
+                each has its `index` in the list that would be returned.
 
         Returns:
-            `{"text", "output_ids", "meta_info"}`, or a list of these; an iterator of them when streaming.
+            `{"text", "output_ids", "meta_info"}`, or a list of these: n for each prompt, in order. An iterator of them
+            when streaming.
 
         Raises:
             InvalidRequest: a wrong prompt or parameter. Nothing was started.
             SglError: what ended the generation.
         """
-        calls, single = _calls(prompt, input_ids, sampling_params, return_logprob, top_logprobs_num)
-        runs = [_Run(call, i, stream) for i, call in enumerate(calls)]
+        asked = {
+            "return_logprob": return_logprob,
+            "logprob_start_len": logprob_start_len,
+            "top_logprobs_num": top_logprobs_num,
+            "token_ids_logprob": token_ids_logprob,
+        }
+        runs, single = self._runs(prompt, input_ids, sampling_params, asked, stream)
         if stream:
-            return self._stream(runs, single)
+            return offline.stream(self, runs, single)
         try:
             for run in runs:
                 run.start(self)
-            outputs = [run.result.result() for run in runs]
+            return offline.flattened([run.result.result() for run in runs], single)
         except BaseException:
-            _cancel(runs)
+            offline.cancel(runs)
             raise
-        return outputs[0] if single else outputs
 
     async def async_generate(
         self,
@@ -236,57 +229,41 @@ class Engine:
         sampling_params: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
         *,
         input_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
-        return_logprob: bool = False,
-        top_logprobs_num: int = 0,
+        return_logprob: bool | None = None,
+        logprob_start_len: int | None = None,
+        top_logprobs_num: int | None = None,
+        token_ids_logprob: Sequence[int] | None = None,
         stream: bool = False,
     ) -> Any:
         """`generate` for asyncio; an async iterator when streaming. Cancelling the task cancels the generation."""
-        calls, single = _calls(prompt, input_ids, sampling_params, return_logprob, top_logprobs_num)
-        runs = [_Run(call, i, stream) for i, call in enumerate(calls)]
+        asked = {
+            "return_logprob": return_logprob,
+            "logprob_start_len": logprob_start_len,
+            "top_logprobs_num": top_logprobs_num,
+            "token_ids_logprob": token_ids_logprob,
+        }
+        runs, single = self._runs(prompt, input_ids, sampling_params, asked, stream)
         if stream:
-            return self._async_stream(runs, single)
+            return offline.async_stream(self, runs, single)
         try:
             for run in runs:
                 run.start(self)
-            outputs = await asyncio.gather(*(asyncio.wrap_future(run.result) for run in runs))
+            return offline.flattened(await asyncio.gather(*(asyncio.wrap_future(run.result) for run in runs)), single)
         except BaseException:
-            _cancel(runs)
+            offline.cancel(runs)
             raise
-        return outputs[0] if single else list(outputs)
 
-    def _stream(self, runs: list[_Run], single: bool) -> Iterator[Output]:
-        queue: SimpleQueue[_Run] = SimpleQueue()
-        finished: set[int] = set()
-        try:
-            for run in runs:
-                run.start(self, queue.put)
-            while len(finished) < len(runs):
-                run = queue.get()
-                if run.index not in finished:
-                    yield run.output(single, finished)
-        finally:
-            _cancel(runs)
-
-    async def _async_stream(self, runs: list[_Run], single: bool) -> AsyncIterator[Output]:
-        loop = asyncio.get_running_loop()
-        queue: asyncio.Queue[_Run] = asyncio.Queue()
-        finished: set[int] = set()
-
-        def put(run: _Run) -> None:
-            try:
-                loop.call_soon_threadsafe(queue.put_nowait, run)
-            except RuntimeError:  # the loop was closed: the consumer is gone, and its cancel is on the way
-                return
-
-        try:
-            for run in runs:
-                run.start(self, put)
-            while len(finished) < len(runs):
-                run = await queue.get()
-                if run.index not in finished:
-                    yield run.output(single, finished)
-        finally:
-            _cancel(runs)
+    def _runs(
+        self,
+        prompt: str | Sequence[str] | None,
+        input_ids: Sequence[int] | Sequence[Sequence[int]] | None,
+        sampling_params: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None,
+        asked: Mapping[str, Any],
+        stream: bool,
+    ) -> tuple[list[offline.Run], bool]:
+        base = sampling_from_mapping(self.sampling_defaults())
+        calls, single = offline.make_calls(prompt, input_ids, sampling_params, asked, base)
+        return offline.make_runs(calls, stream), single
 
 
 class EngineSession:
@@ -329,172 +306,6 @@ class EngineSession:
                 self._client.forget(self._program)
             raise
         self._options = None
-
-
-class _Call(msgspec.Struct, frozen=True):
-    """One prompt with what is asked of it."""
-
-    prompt: Prompt
-    sampling: Sampling
-    constraint: Constraint | None
-
-    def graph(self) -> Graph:
-        first = (
-            Text(id=0, segments=(LiteralText(self.prompt),))
-            if isinstance(self.prompt, str)
-            else Tokens(id=0, token_ids=tuple(self.prompt))
-        )
-        return Graph(nodes=(first, Gen(id=1, name="text", sampling=self.sampling, constraint=self.constraint)))
-
-
-class _Run:
-    """One running call: collects its events; `result` is the output or the error."""
-
-    def __init__(self, call: _Call, index: int, stream: bool) -> None:
-        self.call = call
-        self.index = index
-        self.stream = stream
-        self.id = uuid.uuid4().hex
-        self.result: Future[Output] = Future()
-        self.session: EngineSession | None = None
-        self._started = 0.0
-        self._value: ValueEvent | None = None
-        self._text = ""
-        self._ids: tuple[int, ...] = ()
-        self._notify: Callable[[_Run], object] | None = None
-
-    def start(self, engine: Engine, notify: Callable[[_Run], object] | None = None) -> None:
-        self._notify = notify
-        self._started = time.monotonic()
-        self.result.set_running_or_notify_cancel()  # a cancelled task cancels the program, not this future
-        options = ProgramOptions(name="generate", stream=self.stream, want_text=False)
-        self.session = engine.open(self._on_event, options)
-        self.session.submit(self.call.graph(), finish=True)
-
-    def output(self, single: bool, finished: set[int]) -> Output:
-        """What there is now; notes in `finished` when it is all."""
-        if self.result.done():
-            finished.add(self.index)
-            output = self.result.result()
-        else:
-            meta = {"id": self.id, "finish_reason": None, "completion_tokens": len(self._ids)}
-            output = {"text": self._text, "output_ids": list(self._ids), "meta_info": meta}
-        return output if single else {**output, "index": self.index}
-
-    def _on_event(self, event: Event) -> None:
-        match event:
-            case DeltaEvent():
-                self._text += event.text
-                self._ids += event.token_ids
-                if self._notify is not None and event.text:
-                    self._notify(self)
-            case ValueEvent():
-                self._value = event
-            case FailedEvent():
-                self.result.set_exception(SglError.from_info(event.error))
-                if self._notify is not None:
-                    self._notify(self)
-            case DoneEvent():
-                if self._value is None:
-                    self.result.set_exception(InternalError("the generation ended without a value"))
-                else:
-                    self.result.set_result(self._output(self._value))
-                if self._notify is not None:
-                    self._notify(self)
-            case _:
-                pass
-
-    def _output(self, value: ValueEvent) -> Output:
-        finish: dict[str, Any] = {"type": value.finish}
-        if value.finish == "length":
-            finish["length"] = len(value.token_ids)
-        elif value.matched is not None:
-            finish["matched"] = value.matched
-        meta: dict[str, Any] = {
-            "id": self.id,
-            "finish_reason": finish,
-            "prompt_tokens": value.usage.prompt_tokens,
-            "completion_tokens": value.usage.completion_tokens,
-            "cached_tokens": value.usage.cached_tokens,
-            "e2e_latency": time.monotonic() - self._started,
-        }
-        if self.call.sampling.return_logprob:
-            meta["output_token_logprobs"] = [(entry.logprob, entry.token_id, None) for entry in value.logprobs]
-            if self.call.sampling.top_logprobs_num:
-                meta["output_top_logprobs"] = [
-                    [(logprob, token_id, None) for token_id, logprob in entry.top] for entry in value.logprobs
-                ]
-        return {"text": value.value, "output_ids": list(value.token_ids), "meta_info": meta}
-
-
-def _cancel(runs: Sequence[_Run]) -> None:
-    for run in runs:
-        if run.session is not None and not run.result.done():
-            run.session.cancel()
-
-
-def _calls(
-    prompt: str | Sequence[str] | None,
-    input_ids: Sequence[int] | Sequence[Sequence[int]] | None,
-    sampling_params: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None,
-    return_logprob: bool,
-    top_logprobs_num: int,
-) -> tuple[list[_Call], bool]:
-    """One call per prompt, and whether a single one was given."""
-    if (prompt is None) == (input_ids is None):
-        raise InvalidParameter("pass exactly one of prompt and input_ids", param="prompt")
-    prompts: list[Prompt]
-    if prompt is not None:
-        single = isinstance(prompt, str)
-        prompts = [plain(each) for each in _as_list("prompt", [prompt] if isinstance(prompt, str) else prompt)]
-        if any(not isinstance(each, str) for each in prompts):
-            raise InvalidParameter("prompt must be a string or a list of strings", param="prompt")
-    else:
-        given = _as_list("input_ids", input_ids)
-        single = not any(isinstance(each, Iterable) for each in given)
-        prompts = [[plain(i) for i in _as_list("input_ids", ids)] for ids in ([given] if single else given)]
-        for ids in prompts:
-            if any(isinstance(i, bool) or not isinstance(i, int) or not 0 <= i < 2**31 for i in ids):
-                raise InvalidParameter("input_ids must be lists of non-negative integers", param="input_ids")
-    if not prompts or any(len(each) == 0 for each in prompts):
-        raise EmptyPrompt("a prompt is empty", hint="pass some text, or at least one token id")
-    if isinstance(sampling_params, Mapping) or sampling_params is None:
-        params: list[Mapping[str, Any]] = [sampling_params or {}] * len(prompts)
-    else:
-        params = _as_list("sampling_params", sampling_params)
-        if not all(isinstance(each, Mapping) for each in params):
-            raise InvalidParameter("sampling_params must be a mapping, or a list of mappings", param="sampling_params")
-        if len(params) != len(prompts):
-            raise InvalidParameter(
-                f"{len(params)} sampling_params for {len(prompts)} prompts",
-                hint="pass one mapping for all, or one per prompt",
-                param="sampling_params",
-            )
-    extra = {"return_logprob": return_logprob, "top_logprobs_num": top_logprobs_num}
-    calls = []
-    for each, given_params in zip(prompts, params, strict=True):
-        fields = {**extra, **given_params}
-        constraint = _constraint(fields)
-        calls.append(_Call(each, sampling_from_mapping(fields), constraint))
-    return calls, single
-
-
-def _as_list(name: str, value: Any) -> list[Any]:
-    if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Iterable):
-        raise InvalidParameter(f"{name} is {value!r}; expected a list", param=name)
-    return list(value)
-
-
-def _constraint(fields: dict[str, Any]) -> Constraint | None:
-    """Take the constraint out of the sampling parameters."""
-    regex, schema = fields.pop("regex", None), fields.pop("json_schema", None)
-    if regex is not None and schema is not None:
-        raise InvalidParameter("regex and json_schema are both given; pass one", param="regex")
-    if regex is not None:
-        if not isinstance(regex, str):
-            raise InvalidParameter(f"regex is {regex!r}; expected a string", param="regex")
-        return Regex(str(regex))
-    return JsonSchema(canonical_schema(schema)) if schema is not None else None
 
 
 def _progress_display() -> Callable[[str], None] | None:

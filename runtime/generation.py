@@ -17,6 +17,7 @@ from typing import NamedTuple
 from sgl.errors import ConstraintDeadEnd, ConstraintTooComplex
 from sgl.grammars.matcher import Matcher, StopReason
 from sgl.lang.graph import Sampling, TokenLogprob
+from sgl.limits import DEFAULT_LIMITS, Limits
 from sgl.runtime.plan import RowResult, SampleSpec
 from sgl.runtime.text.detokenize import StreamDecoder, TokenBytes
 
@@ -39,6 +40,7 @@ class Generation:
         seed: resolved seed.
         max_new_tokens: `sampling.max_new_tokens`, or less where the context ends first.
         matcher: the constraint, at its start.
+        limits: bounds the time of stop patterns.
 
     Attributes:
         finish: `stop` or `length` once it has ended; `matched` is the stop string, id, or text that a pattern matched.
@@ -54,6 +56,7 @@ class Generation:
         seed: int,
         max_new_tokens: int,
         matcher: Matcher | None = None,
+        limits: Limits = DEFAULT_LIMITS,
     ) -> None:
         self.sampling = sampling
         self.seed = seed
@@ -66,6 +69,7 @@ class Generation:
             keep_stop=sampling.no_stop_trim,
             min_tokens=sampling.min_new_tokens,
             skip_special_tokens=sampling.skip_special_tokens,
+            limits=limits,
         )
         self.output_ids: list[int] = []
         self.logprobs: list[TokenLogprob] = []

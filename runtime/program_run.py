@@ -62,6 +62,7 @@ from sgl.lang.graph import (
     ValueEvent,
     validate,
 )
+from sgl.limits import Limits
 from sgl.runtime.admission import check_generations
 from sgl.runtime.branch import SMALL, Branch, Read, Reply, text_bytes, text_len
 from sgl.runtime.cache_key import CacheKey
@@ -86,6 +87,7 @@ class Services(Protocol):
 
     epoch: str
     config: ResolvedConfig
+    limits: Limits
     scheduler: Scheduler
     tokenizer: Tokenizer
     compiler: GrammarCompiler
@@ -545,6 +547,7 @@ class ProgramRun:
             seed=sampling.seed if sampling.seed is not None else self._seed(node.id),
             max_new_tokens=new_tokens,
             matcher=grammar.matcher() if grammar is not None else None,
+            limits=services.limits,
         )
         if services.faults is not None:
             generation.before_text = partial(services.faults.reach, "in_detok", self.options.name)

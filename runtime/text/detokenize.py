@@ -21,6 +21,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from typing import Protocol
 
+from sgl.limits import DEFAULT_LIMITS, Limits
 from sgl.runtime.text.stops import StopMatch, StopSearch
 
 
@@ -44,6 +45,7 @@ class StreamDecoder:
         stop, stop_regex: non-empty stop strings, and checked patterns.
         keep_stop: the matched stop belongs to the text (it is trimmed otherwise).
         min_tokens: stops are not looked for in the text of the tokens before so many exist.
+        limits: bounds the time of patterns.
 
     Attributes:
         finished_by: the text of the stop that ended it, or `None`. Tokens pushed afterwards are ignored.
@@ -58,11 +60,12 @@ class StreamDecoder:
         keep_stop: bool = False,
         min_tokens: int = 0,
         skip_special_tokens: bool = True,
+        limits: Limits = DEFAULT_LIMITS,
     ) -> None:
         self.finished_by: str | None = None
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
-        self._stops = StopSearch(stop, stop_regex)
+        self._stops = StopSearch(stop, stop_regex, limits)
         self._keep_stop = keep_stop
         self._min_tokens = min_tokens
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")

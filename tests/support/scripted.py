@@ -23,6 +23,7 @@ from sgl.runtime.config import ResolvedConfig
 from sgl.runtime.core import EngineCore
 from sgl.runtime.faults import FaultPoints, parse_faults
 from sgl.runtime.plan import StepPlan
+from sgl.runtime.processors import BUILT_IN, LogitProcessor
 from sgl.runtime.sampler import Sampler
 from sgl.runtime.text.tokenizer import Tokenizer
 
@@ -116,6 +117,7 @@ class Rig:
     Args:
         hook: called with each plan before it is computed.
         faults: by fault point, the fields of its `Fault`; `sleep` moves the clock.
+        processors: custom logit processors by name.
         changes: fields of the resolved config.
     """
 
@@ -128,6 +130,7 @@ class Rig:
         hook: Callable[[StepPlan], None] | None = None,
         faults: Mapping[str, Mapping[str, object]] | None = None,
         limits: Limits = DEFAULT_LIMITS,
+        processors: Mapping[str, LogitProcessor] = BUILT_IN,
         **changes: object,
     ) -> None:
         self.alive.add(self)
@@ -139,10 +142,11 @@ class Rig:
             config,
             self.tokenizer,
             self.runner,
-            Sampler(self.tokenizer.vocab_size),
+            Sampler(self.tokenizer.vocab_size, processors),
             emit=lambda program, event: self.events.setdefault(program, []).append(event),
             clock=lambda: self.time,
             limits=limits,
+            processors=processors,
             faults=self._faults(faults) if faults is not None else None,
         )
 
