@@ -39,6 +39,7 @@ START = "process start to first token"
 Progress = Callable[[str], None]
 
 _TUNING_TRIES = 3
+_TUNING_TOKENS = 16
 
 
 class Case(msgspec.Struct, frozen=True, kw_only=True):
@@ -295,12 +296,12 @@ def _tune(side: Side, prompts: list[list[int]], new_tokens: int, sampler: Sample
     choice = Tuned()
     faults: tuple[Fault, ...] = ()
     for _ in range(_TUNING_TRIES):
-        wait_for_quiet(sampler, plan)
+        _, restless = wait_for_quiet(sampler, plan)
         start = sampler.read()
-        choice = side.tune(prompts, new_tokens)
+        choice = side.tune(prompts, min(new_tokens, _TUNING_TOKENS))
         faults = judge(between(start, sampler.read(), cores=sampler.cores), plan.rule)
-        if not faults or not choice.chosen:
-            break
+        if not faults or restless or not choice.chosen:
+            break  # nothing to gain by another try
     return Tuning(chosen=choice.chosen, tried=choice.tried, dirty=faults) if choice.chosen else None
 
 
