@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from support.machines import walks
 from support.scripted import small_config
 
-from sgl.errors import SglError
+from sgl.errors import InvalidParameter, NeverFits, PinBudgetExceeded, PromptTooLong, SglError
 from sgl.lang.graph import Sampling
 from sgl.runtime.cache_key import CacheKey
 from sgl.runtime.eviction import POLICIES
@@ -150,8 +150,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         )
         try:
             self.scheduler.add(request)
-        except SglError as error:
-            assert error.code in ("never_fits", "prompt_too_long")
+        except (NeverFits, PromptTooLong):
+            assert not request.queued
         else:
             self.requests.append(request)
 
@@ -188,8 +188,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         number = self.num_pins
         try:
             self.scheduler.pins.pin(number, CacheKey(salt=salt), ids, self._pin_done(number), self.time + ttl)
-        except SglError as error:
-            assert error.code in ("pin_budget_exceeded", "never_fits", "prompt_too_long", "invalid_parameter")
+        except (PinBudgetExceeded, NeverFits, PromptTooLong, InvalidParameter):
+            assert len(self.scheduler.pins) <= len(self.pins)
         else:
             self.pins.add(number)
 
