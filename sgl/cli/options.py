@@ -2,8 +2,8 @@
 
 `engine_options` adds one keyword-only parameter per field to a command's signature, where typer finds it. A flag that
 was not given is `None` and is left out of what the command receives, unless the environment has it (`SGL_<OPTION>`):
-defaults stay with `EngineConfig`. Values are checked by `config_from_mapping`, which refuses with a `ConfigError`; typer
-only parses them. A field that is a tuple is a flag that may be repeated.
+defaults stay with `EngineConfig`. Values are checked by `config_from_mapping`, which refuses with a `ConfigError`;
+typer only parses them. A field that is a tuple is a flag that may be repeated.
 """
 
 from __future__ import annotations

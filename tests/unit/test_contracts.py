@@ -15,6 +15,7 @@ from sgl.errors import ErrorInfo, InternalError, InvalidParameter, SglError, Sou
 from sgl.lang import graph
 from sgl.lang.graph import Gen, Graph, ProgramOptions, Sampling, StateText, Text, Usage, ValueEvent
 from sgl.runtime import messages
+from sgl.runtime.config import RuntimeOverride
 from sgl.runtime.plan import Chunk, SampleSpec, ScoreSpec, StepPlan
 from sgl.runtime.stats import Stats
 
@@ -112,6 +113,7 @@ TO_WORKER = [
     messages.GetStats(3, check=True),
     messages.Ping(5),
     messages.FlushCache(4),
+    messages.Override(6, {"max_queue": 5}, "a test"),
     messages.Shutdown(),
 ]
 TO_CLIENT = [
@@ -123,6 +125,8 @@ TO_CLIENT = [
     messages.StatsReply(3, {"forwards": 1}),
     messages.Pong(5, 0.5),
     messages.FlushReply(4, 12),
+    messages.OverrideReply(6, (RuntimeOverride(field="max_queue", value=5, was=6, why="a test", at=1.5),)),
+    messages.Log(30, "sgl.worker", "hot"),
 ]
 
 
