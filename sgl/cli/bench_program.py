@@ -72,7 +72,7 @@ def program(
 
         if policy:
             raise ConfigError("--policy belongs to --counters", hint="give --radix-eviction-policy with --wall")
-        plan = PairPlan(pairs=pairs, attempts=attempts, seed=seed, patience_s=patience, turn_s=0.0)
+        plan = PairPlan(pairs=pairs, attempts=attempts, seed=seed, patience_s=patience)
         timed = compare_forms(
             chosen, scale=scale, seed=seed, plan=plan, fields=engine, no_reuse=not workload, progress=say
         )

@@ -150,8 +150,8 @@ def test_counters_of_a_small_run() -> None:
             assert 0 < row.hit_tokens <= row.unbounded_tokens
             assert row.prompt_tokens == workload.policies[0].prompt_tokens, "the policy does not change what is asked"
     assert [total.policy for total in report.totals] == ["lru", "program"]
-    again = count(named(["mmlu"]), ["lru", "program"], scale=0.001)
-    assert again.workloads == report.workloads[:1], "counters repeat exactly"
+    again = count(named(["mmlu"]), ["lru"], scale=0.001)
+    assert again.workloads[0].policies == report.workloads[0].policies[:1], "counters repeat exactly"
 
 
 def test_a_pool_with_room_hits_what_an_unbounded_cache_would(engine: SteppedEngine) -> None:
