@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import regex
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
@@ -15,6 +16,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from sgl.errors import CorruptModel, InvalidParameter, UnsupportedModel
 from sgl.limits import Limits
 from sgl.runtime.text.tokenizer import Piece, Tokenizer
+from sgl.runtime.text.vocabularies import GGUF_RECIPES, byte_chars
 
 TOY = Tokenizer.toy()
 TOY_BACKEND = Backend.from_str(TOY.to_json())
@@ -57,6 +59,29 @@ def test_gguf_vocabulary() -> None:
 )
 def test_gguf_pre_tokenizers_differ(pre: str, ids: list[int]) -> None:
     assert Tokenizer.from_gguf(gguf(pre)).encode("12 2") == ids
+
+
+# What llama.cpp does for `smollm`: each number alone, then GPT-2's words. Written here for another engine.
+NUMBER = regex.compile(r"(\p{N})")
+GPT2_WORD = regex.compile(r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+")
+OLD_LETTERS = st.characters(max_codepoint=0x30FF, exclude_categories=["Cs", "Cn", "Co", "Cc", "Cf"])
+"""Characters on whose categories two versions of Unicode agree."""
+TEXTS = st.lists(
+    st.sampled_from(
+        [" ", "  ", "\n", "\t", "\r\n", "\xa0", "1", "20", "\u00b2", "\u0663", "\u2167", "a", "B", "'s", "'", "-"]
+    )
+    | OLD_LETTERS,
+    max_size=20,
+).map("".join)
+
+
+@settings(deadline=None, max_examples=300)
+@given(TEXTS)
+def test_smollm_text_is_cut_as_its_patterns_say(text: str) -> None:
+    cut = GGUF_RECIPES["smollm"].cut().pre_tokenize_str(text)
+    to_byte = byte_chars()
+    ours = [bytes(to_byte[char] for char in piece).decode() for piece, _ in cut]
+    assert ours == [word for part in NUMBER.split(text) for word in GPT2_WORD.findall(part)]
 
 
 def test_gguf_without_a_pre_tokenizer_is_cut_as_gpt2_does() -> None:
