@@ -1,0 +1,300 @@
+// Causal attention of a step's tokens over KV pages.
+//
+// The arithmetic of a query is fixed by its context alone: keys are taken in blocks of KEYS from the sequence's
+// beginning, with a running softmax (Milakov and Gimelshein 2018) inside each split of SPLIT keys, and the splits are
+// merged in their order. So a token gets the same bits alone, in a batch, and in a chunk of any length. How the work is
+// shared out follows from the step: a token alone in its chunk is cut into splits (so that a long context keeps all
+// threads busy), a longer chunk into runs of QUERIES tokens. Tokens whose split lies in the same pages (forks of one
+// prompt) are computed together: keys and values are then read once.
+//
+// A page's keys and values are [positions, kv_heads, dim], float or bfloat16. Nothing beyond a context is read.
+#pragma once
+
+#include <algorithm>
+#include <vector>
+
+#include "matmul.h"
+
+namespace sgl {
+
+constexpr int64_t KEYS = 64, SPLIT = 512, QUERIES = 16;
+
+// One sequence's part of a step: `length` tokens at positions from `start`. Python has the same struct (attention.py).
+struct Chunk {
+    int64_t start, length;
+    const int32_t* pages;
+};
+
+struct Heads {
+    int32_t query, kv, dim, page_size;
+    int32_t bfloat16;  // the type of keys and values; else float
+    int32_t padding;
+
+    int32_t group() const { return query / kv; }
+    int64_t slot(const int32_t* pages, int64_t position) const {
+        if (page_size == 1) return pages[position];
+        return int64_t(pages[position / page_size]) * page_size + position % page_size;
+    }
+};
+
+// Tokens row .. row + rows of the step against keys begin .. end; `last[i]` is the position of the i-th. `split` is the
+// split to leave a partial result of, or -1 for all of them and a complete result.
+struct Task {
+    int64_t row, rows, position, step, split;  // token i is at position + i * step
+    const int32_t* pages;
+
+    int64_t limit(int64_t i) const { return position + i * step + 1; }
+};
+
+// What a query has seen so far: the weighted sum of values, the largest score, the sum of weights.
+struct Seen {
+    float* mixed;
+    int64_t wide;
+
+    float& top() const { return mixed[wide]; }
+    float& mass() const { return mixed[wide + 1]; }
+    void clear() const {
+        std::fill(mixed, mixed + wide + 2, 0.0f);
+        top() = -INFINITY;
+    }
+};
+
+inline float exponential_of(float x) {
+    float lanes[LANES];
+    store(lanes, exponential(fill(x)));
+    return lanes[0];
+}
+
+inline void merge(const Seen& into, const Seen& more) {
+    float top = std::max(into.top(), more.top());
+    float fade = exponential_of(into.top() - top), weight = exponential_of(more.top() - top);
+    for (int64_t d = 0; d < into.wide; d += LANES) {
+        store(into.mixed + d, fma(load(more.mixed + d), fill(weight), mul(load(into.mixed + d), fill(fade))));
+    }
+    into.mass() = into.mass() * fade + more.mass() * weight;
+    into.top() = top;
+}
+
+// The attention of one step over one layer's pool. Rows of `mixed` and of `partial` states have dim rounded up to LANES.
+class Attention {
+   public:
+    Attention(const Heads& heads, const Chunk* chunks, int64_t count)
+        : heads_(heads), wide_((heads.dim + LANES - 1) / LANES * LANES) {
+        int64_t row = 0;
+        std::vector<Task> alone;
+        for (const Chunk* chunk = chunks; chunk < chunks + count; row += chunk->length, chunk++) {
+            if (chunk->length == 1) {
+                alone.push_back({row, 1, chunk->start, 0, 0, chunk->pages});
+                continue;
+            }
+            for (int64_t i = 0; i < chunk->length; i += QUERIES) {
+                int64_t rows = std::min(QUERIES, chunk->length - i);
+                tasks_.push_back({row + i, rows, chunk->start + i, 1, -1, chunk->pages});
+            }
+        }
+        std::reverse(tasks_.begin(), tasks_.end());  // the longest first: what is left at the end is short
+        first_partial_.assign(size_t(row), 0);
+        split(alone);
+    }
+
+    int64_t partial_floats() const { return partials_ * heads_.query * (wide_ + 2); }
+    int64_t scratch_floats() const {
+        return KEYS * (2 * wide_ + 1) + QUERIES * heads_.group() * (wide_ + 2 * (wide_ + 2));
+    }
+
+    // Called by all members. `query` is [T, heads, dim], scaled already; `out` has the same shape. `scratch` is the
+    // member's own.
+    SGL_OUTLINE void run(Team& team, const float* query, const void* keys, const void* values, float* partial, float* scratch,
+             float* out) const {
+        team.each(int64_t(tasks_.size()) * heads_.kv, [&](int64_t index) {
+            const Task& task = tasks_[size_t(index / heads_.kv)];
+            int64_t head = index % heads_.kv;
+            if (heads_.bfloat16) {
+                compute(task, head, query, static_cast<const uint16_t*>(keys), static_cast<const uint16_t*>(values),
+                        partial, scratch, out);
+            } else {
+                compute(task, head, query, static_cast<const float*>(keys), static_cast<const float*>(values), partial,
+                        scratch, out);
+            }
+        });
+        if (alone_.empty()) return;
+        team.each(int64_t(alone_.size()) * heads_.query, [&](int64_t index) {
+            const Task& task = alone_[size_t(index / heads_.query)];
+            int64_t head = index % heads_.query;
+            Seen total = partial_state(partial, task.row, 0, head);
+            for (int64_t s = 1; s * SPLIT < task.limit(0); s++) merge(total, partial_state(partial, task.row, s, head));
+            finish(total, out + (task.row * heads_.query + head) * heads_.dim);
+        });
+    }
+
+   private:
+    // Cut tokens that are alone in their chunks into splits; put those together that read the same pages.
+    void split(const std::vector<Task>& alone) {
+        alone_ = alone;
+        int64_t longest = 0;
+        for (const Task& task : alone) {
+            int64_t splits = (task.limit(0) + SPLIT - 1) / SPLIT;
+            first_partial_[size_t(task.row)] = partials_;
+            partials_ += splits;
+            longest = std::max(longest, splits);
+        }
+        for (int64_t s = 0; s < longest; s++) {
+            for (const Task& task : alone) {
+                if (task.limit(0) <= s * SPLIT) continue;
+                if (!tasks_.empty() && tasks_.back().split == s && joins(tasks_.back(), task)) {
+                    tasks_.back().rows++;
+                } else {
+                    tasks_.push_back({task.row, 1, task.position, 0, s, task.pages});
+                }
+            }
+        }
+    }
+
+    // Whether `next` reads in the split of `task` what that reads, all of it.
+    bool joins(const Task& task, const Task& next) const {
+        int64_t begin = task.split * SPLIT, end = begin + SPLIT;
+        if (task.row + task.rows != next.row || task.rows == QUERIES) return false;
+        if (task.limit(0) < end || next.limit(0) < end) return false;
+        int64_t first = begin / heads_.page_size, last = (end + heads_.page_size - 1) / heads_.page_size;
+        return std::memcmp(task.pages + first, next.pages + first, size_t(last - first) * 4) == 0;
+    }
+
+    Seen partial_state(float* partial, int64_t row, int64_t split, int64_t head) const {
+        int64_t index = first_partial_[size_t(row)] + split;
+        return {partial + (index * heads_.query + head) * (wide_ + 2), wide_};
+    }
+
+    void finish(const Seen& seen, float* out) const {
+        float inverse = 1.0f / seen.mass();
+        for (int64_t d = 0; d < heads_.dim; d++) out[d] = seen.mixed[d] * inverse;
+    }
+
+    template <class T>
+    SGL_OUTLINE void compute(const Task& task, int64_t head, const float* query, const T* keys, const T* values, float* partial,
+                 float* scratch, float* out) const {
+        int64_t group = heads_.group(), count = task.rows * group;
+        float* queries = scratch + KEYS * (2 * wide_ + 1);
+        float* states = queries + count * wide_;
+        auto query_at = [&](int64_t i) { return ((task.row + i / group) * heads_.query + head * group + i % group) * heads_.dim; };
+        auto own_state = [&](int64_t i) { return Seen{states + i * (wide_ + 2), wide_}; };
+        for (int64_t i = 0; i < count; i++) {
+            std::fill(queries + i * wide_, queries + (i + 1) * wide_, 0.0f);
+            std::memcpy(queries + i * wide_, query + query_at(i), size_t(heads_.dim) * 4);
+        }
+        if (task.split >= 0) {
+            look_through(task, head, task.split, keys, values, scratch, queries, [&](int64_t i) {
+                return partial_state(partial, task.row + i / group, task.split, head * group + i % group);
+            });
+            return;
+        }
+        auto total = [&](int64_t i) { return own_state(count + i); };
+        for (int64_t i = 0; i < count; i++) total(i).clear();
+        for (int64_t s = 0; s * SPLIT < task.limit(task.rows - 1); s++) {
+            look_through(task, head, s, keys, values, scratch, queries, own_state);
+            for (int64_t i = 0; i < count; i++) {
+                if (task.limit(i / group) > s * SPLIT) merge(total(i), own_state(i));
+            }
+        }
+        for (int64_t i = 0; i < count; i++) finish(total(i), out + query_at(i));
+    }
+
+    // One split of the keys, block by block, for all queries of a task. `state_of(i)` is where the i-th keeps its state.
+    template <class T, class StateOf>
+    void look_through(const Task& task, int64_t head, int64_t split, const T* keys, const T* values, float* scratch,
+                      const float* queries, StateOf state_of) const {
+        int64_t group = heads_.group(), count = task.rows * group;
+        float *key_block = scratch, *value_block = key_block + KEYS * wide_, *scores = value_block + KEYS * wide_;
+        int64_t end = 0;
+        for (int64_t r = 0; r < task.rows; r++) end = std::max(end, task.limit(r));
+        end = std::min(end, (split + 1) * SPLIT);
+        for (int64_t i = 0; i < count; i++) state_of(i).clear();
+        for (int64_t begin = split * SPLIT; begin < end; begin += KEYS) {
+            int64_t there = std::min(KEYS, end - begin);
+            gather(keys, task, head, begin, there, key_block);
+            gather(values, task, head, begin, there, value_block);
+            for (int64_t i = 0; i < count; i++) {
+                int64_t visible = std::min(there, task.limit(i / group) - begin);
+                if (visible > 0) look(queries + i * wide_, key_block, value_block, visible, scores, state_of(i));
+            }
+        }
+    }
+
+    static F load_number(const float* p) { return load(p); }
+    static F load_number(const uint16_t* p) { return load_bf16(p); }
+    static float number(float x) { return x; }
+    static float number(uint16_t x) { return bf16_to_float(x); }
+
+    // One head of `count` positions from `begin` as rows of wide_ floats; rows up to a multiple of LANES are filled.
+    template <class T>
+    SGL_OUTLINE void gather(const T* pool, const Task& task, int64_t head, int64_t begin, int64_t count, float* to) const {
+        int64_t stride = int64_t(heads_.kv) * heads_.dim, whole = heads_.dim / LANES * LANES;
+        for (int64_t i = 0; i < count; i++, to += wide_) {
+            const T* from = pool + heads_.slot(task.pages, begin + i) * stride + head * heads_.dim;
+            int64_t d = 0;
+            for (; d < whole; d += LANES) store(to + d, load_number(from + d));
+            for (; d < heads_.dim; d++) to[d] = number(from[d]);
+            for (; d < wide_; d++) to[d] = 0;
+        }
+        for (int64_t i = count; i % LANES; i++, to += wide_) std::fill(to, to + wide_, 0.0f);
+    }
+
+    // Scores of one query against the first `count` keys of a block; -infinity up to a multiple of LANES.
+    void score(const float* query, const float* keys, int64_t count, float* scores) const {
+        for (int64_t first = 0; first < count; first += LANES) {
+            F products[LANES];
+            for (int k = 0; k < LANES; k++) products[k] = zero();
+            const float* key = keys + first * wide_;
+            for (int64_t d = 0; d < wide_; d += LANES) {
+                F q = load(query + d);
+                for (int k = 0; k < LANES; k++) products[k] = fma(q, load(key + k * wide_ + d), products[k]);
+            }
+            store(scores + first, sums_of(products));
+        }
+        for (int64_t k = count; k % LANES; k++) scores[k] = -INFINITY;
+    }
+
+    // What one query sees in the first `count` keys of a block.
+    SGL_OUTLINE void look(const float* query, const float* keys, const float* values, int64_t count, float* scores,
+              const Seen& seen) const {
+        score(query, keys, count, scores);
+        F tops = fill(-INFINITY), mass = zero();
+        for (int64_t k = 0; k < count; k += LANES) tops = largest_of(load(scores + k), tops);
+        float top = std::max(seen.top(), largest(tops));
+        for (int64_t k = 0; k < count; k += LANES) {
+            F weight = exponential(sgl::sub(load(scores + k), fill(top)));
+            store(scores + k, weight);
+            mass = sgl::add(mass, weight);
+        }
+        if (top != seen.top()) {
+            float fade = exponential_of(seen.top() - top);
+            for (int64_t d = 0; d < wide_; d += LANES) store(seen.mixed + d, mul(load(seen.mixed + d), fill(fade)));
+            seen.mass() *= fade;
+            seen.top() = top;
+        }
+        seen.mass() += sum(mass);
+        constexpr int TOGETHER = 64 / LANES;  // sums that are under way at once
+        int64_t d = 0;
+        for (; d + 64 <= wide_; d += 64) mix<TOGETHER>(scores, values + d, count, seen.mixed + d);
+        for (; d < wide_; d += LANES) mix<1>(scores, values + d, count, seen.mixed + d);
+    }
+
+    // mixed += weights x values, N vectors wide.
+    template <int N>
+    void mix(const float* weights, const float* values, int64_t count, float* mixed) const {
+        F sums[N];
+        for (int v = 0; v < N; v++) sums[v] = load(mixed + v * LANES);
+        for (int64_t k = 0; k < count; k++) {
+            F weight = fill(weights[k]);
+            for (int v = 0; v < N; v++) sums[v] = fma(weight, load(values + k * wide_ + v * LANES), sums[v]);
+        }
+        for (int v = 0; v < N; v++) store(mixed + v * LANES, sums[v]);
+    }
+
+    const Heads heads_;
+    const int64_t wide_;
+    std::vector<Task> tasks_, alone_;
+    std::vector<int64_t> first_partial_;  // by row of the step, for those that are alone
+    int64_t partials_ = 0;
+};
+
+}  // namespace sgl

@@ -1,0 +1,203 @@
+// The layers of a decoder over one step: each a pre-norm attention block and a pre-norm gated feed-forward block, added to
+// the residual stream.
+//
+// One call computes all layers, so that a step costs one start of the team. Everything is a sequence of the other files'
+// loops with a barrier after each; activations between them are float.
+#pragma once
+
+#include "attention.h"
+#include "elementwise.h"
+
+namespace sgl {
+
+// Python has the same structs (decoder.py). Optional pointers may be null.
+struct Layer {
+    const float* attention_norm;
+    const float* query_norm;  // per head, optional
+    const float* key_norm;
+    const float* feed_forward_norm;
+    Weight query, key, value, output, gate, up, down;
+    void* keys;  // this layer's part of the pool
+    void* values;
+};
+
+struct Shape {
+    int64_t hidden, inner;
+    float eps, scale;
+    Heads heads;
+};
+
+struct Step {
+    int64_t tokens, chunks;
+    const Chunk* chunk;
+    const float* cos;  // [tokens, dim], both halves equal
+    const float* sin;
+    float* x;  // [tokens, hidden], in and out
+};
+
+// Memory that grows to what the largest step needs and stays.
+class Arena {
+   public:
+    // Everything handed out before is given back.
+    void reset() { used_ = 0; }
+
+    template <class T>
+    T* take(int64_t count) {
+        size_t begin = (used_ + 63) / 64 * 64;
+        used_ = begin + size_t(count) * sizeof(T);
+        return reinterpret_cast<T*>(memory_.get() + begin);
+    }
+
+    // Calls `plan`, which takes what it needs, with no memory at first, to learn how much it is.
+    template <class Plan>
+    void provide(Plan plan) {
+        reset();
+        plan();
+        if (used_ + 64 > size_) {
+            memory_.reset();
+            memory_.reset(static_cast<char*>(std::aligned_alloc(64, (used_ + 127) / 64 * 64)));
+            if (!memory_) throw std::bad_alloc();
+            size_ = used_ + 64;
+        }
+        reset();
+        plan();
+    }
+
+   private:
+    struct Free {
+        void operator()(char* p) const { std::free(p); }
+    };
+    std::unique_ptr<char, Free> memory_;
+    size_t used_ = 0, size_ = 0;
+};
+
+inline ActivationSpace take_space(Arena& arena, int64_t rows, int64_t cols) {
+    int64_t blocks = rows * ((cols + BLOCK - 1) / BLOCK);
+    return {arena.take<int8_t>(rows * cols), arena.take<float>(blocks), arena.take<float>(blocks),
+            arena.take<int32_t>(2 * blocks), arena.take<uint16_t>(rows * (cols + 1))};
+}
+
+// The working memory of one step.
+struct DecoderSpace {
+    float *normed, *query, *key, *value, *mixed, *gate, *up, *partial, *scratch;
+    int64_t scratch_floats;
+    ActivationSpace derived;
+
+    DecoderSpace(Arena& arena, const Shape& shape, int64_t tokens, const Attention& attention, int members) {
+        int64_t query_size = int64_t(shape.heads.query) * shape.heads.dim, kv_size = int64_t(shape.heads.kv) * shape.heads.dim;
+        normed = arena.take<float>(tokens * shape.hidden);
+        query = arena.take<float>(tokens * query_size);
+        key = arena.take<float>(tokens * kv_size);
+        value = arena.take<float>(tokens * kv_size);
+        mixed = arena.take<float>(tokens * query_size);
+        gate = arena.take<float>(tokens * shape.inner);
+        up = arena.take<float>(tokens * shape.inner);
+        partial = arena.take<float>(attention.partial_floats());
+        scratch_floats = (attention.scratch_floats() + 15) / 16 * 16;
+        scratch = arena.take<float>(scratch_floats * members);
+        derived = take_space(arena, tokens, std::max({shape.hidden, shape.inner, query_size}));
+    }
+};
+
+class Decoder {
+   public:
+    Decoder(Team& team, const Shape& shape, const Step& step, const Attention& attention, const DecoderSpace& space)
+        : team_(team), shape_(shape), step_(step), attention_(attention), space_(space) {}
+
+    // Called by all members with their numbers.
+    void layer(const Layer& layer, int member) const {
+        int64_t query_size = int64_t(shape_.heads.query) * shape_.heads.dim;
+        normed(layer.attention_norm, {&layer.query, &layer.key, &layer.value});
+        product(space_.normed, shape_.hidden, {&layer.query, &layer.key, &layer.value},
+                {space_.query, space_.key, space_.value}, false);
+        team_.each(step_.tokens, [&](int64_t row) { rotate_and_write(layer, row); });
+        attention_.run(team_, space_.query, layer.keys, layer.values, space_.partial,
+                       space_.scratch + member * space_.scratch_floats, space_.mixed);
+        derive(space_.mixed, query_size, {&layer.output});
+        product(space_.mixed, query_size, {&layer.output}, {step_.x}, true);
+
+        normed(layer.feed_forward_norm, {&layer.gate, &layer.up});
+        product(space_.normed, shape_.hidden, {&layer.gate, &layer.up}, {space_.gate, space_.up}, false);
+        Forms forms;
+        forms.add(layer.down);
+        team_.each(step_.tokens, [&](int64_t row) {
+            float* gate = space_.gate + row * shape_.inner;
+            silu_mul_row(gate, space_.up + row * shape_.inner, shape_.inner, gate);
+            derive_row(forms, gate, row, shape_.inner, space_.derived);
+        });
+        product(space_.gate, shape_.inner, {&layer.down}, {step_.x}, true);
+    }
+
+   private:
+    using Weights = std::initializer_list<const Weight*>;
+
+    // x, normed, in the forms that `weights` need.
+    void normed(const float* norm, Weights weights) const {
+        Forms forms = forms_of(weights);
+        team_.each(step_.tokens, [&](int64_t row) {
+            float* out = space_.normed + row * shape_.hidden;
+            rms_norm_row(step_.x + row * shape_.hidden, norm, shape_.hidden, shape_.eps, out);
+            derive_row(forms, out, row, shape_.hidden, space_.derived);
+        });
+    }
+
+    void derive(const float* values, int64_t cols, Weights weights) const {
+        Forms forms = forms_of(weights);
+        if (!forms.bytes && !forms.halves) return;
+        team_.each(step_.tokens, [&](int64_t row) { derive_row(forms, values + row * cols, row, cols, space_.derived); });
+    }
+
+    static Forms forms_of(Weights weights) {
+        Forms forms;
+        for (const Weight* w : weights) forms.add(*w);
+        return forms;
+    }
+
+    void product(const float* values, int64_t cols, Weights weights, std::initializer_list<float*> outs, bool add) const {
+        Activations x{values, step_.tokens, cols, space_.derived.bytes(), space_.derived.halves};
+        Target targets[3];
+        int count = 0;
+        for (float* out : outs) targets[count] = {out, weights.begin()[count]->rows, add}, count++;
+        multiply(team_, weights.begin(), targets, count, x);
+    }
+
+    // Queries rotated and scaled in place; keys rotated and values into the pool.
+    void rotate_and_write(const Layer& layer, int64_t row) const {
+        const Heads& heads = shape_.heads;
+        const float *cos = step_.cos + row * heads.dim, *sin = step_.sin + row * heads.dim;
+        for (int64_t h = 0; h < heads.query; h++) {
+            float* head = space_.query + (row * heads.query + h) * heads.dim;
+            if (layer.query_norm) rms_norm_row(head, layer.query_norm, heads.dim, shape_.eps, head);
+            rotate_head(head, cos, sin, heads.dim, shape_.scale, head);
+        }
+        const Chunk* chunk = step_.chunk;
+        int64_t in_chunk = row;
+        for (; in_chunk >= chunk->length; chunk++) in_chunk -= chunk->length;
+        int64_t slot = heads.slot(chunk->pages, chunk->start + in_chunk);
+        for (int64_t h = 0; h < heads.kv; h++) {
+            float* key = space_.key + (row * heads.kv + h) * heads.dim;
+            if (layer.key_norm) rms_norm_row(key, layer.key_norm, heads.dim, shape_.eps, key);
+            rotate_head(key, cos, sin, heads.dim, 1.0f, key);
+        }
+        int64_t size = int64_t(heads.kv) * heads.dim;
+        write(space_.key + row * size, layer.keys, slot * size, size);
+        write(space_.value + row * size, layer.values, slot * size, size);
+    }
+
+    void write(const float* from, void* pool, int64_t at, int64_t count) const {
+        if (!shape_.heads.bfloat16) {
+            std::memcpy(static_cast<float*>(pool) + at, from, size_t(count) * 4);
+            return;
+        }
+        uint16_t* to = static_cast<uint16_t*>(pool) + at;
+        for (int64_t i = 0; i < count; i++) to[i] = float_to_bf16(from[i]);
+    }
+
+    Team& team_;
+    const Shape& shape_;
+    const Step& step_;
+    const Attention& attention_;
+    const DecoderSpace& space_;
+};
+
+}  // namespace sgl

@@ -1,0 +1,139 @@
+"""The native implementations of the ops in the registry, over torch tensors, and the products with packed weights.
+
+Tensors are float32 on the CPU (keys and values also bfloat16); what is not contiguous is copied. One caller at a time,
+as everywhere in the engine's step.
+
+Shapes: T tokens of the step, N features, H query heads, K key/value heads, D head size, S slots, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from sgl.kernels.native.library import library
+from sgl.kernels.native.weights import PackedWeight
+
+
+class CChunk(ctypes.Structure):
+    """`struct Chunk` of attention.h."""
+
+    _fields_ = [
+        ("start", ctypes.c_int64),
+        ("length", ctypes.c_int64),
+        ("pages", ctypes.c_void_p),
+    ]
+
+
+class CHeads(ctypes.Structure):
+    """`struct Heads` of attention.h."""
+
+    _fields_ = [
+        ("query", ctypes.c_int32),
+        ("kv", ctypes.c_int32),
+        ("dim", ctypes.c_int32),
+        ("page_size", ctypes.c_int32),
+        ("bfloat16", ctypes.c_int32),
+        ("padding", ctypes.c_int32),
+    ]
+
+
+@dataclass(frozen=True)
+class NativePlan:
+    """A step's chunks for the native kernels: they follow the page tables themselves, so nothing is gathered here."""
+
+    chunks: ctypes.Array[CChunk]
+    num_tokens: int
+    page_size: int
+    tables: tuple[npt.NDArray[np.int32], ...]
+    """What `chunks` points to."""
+
+
+def plan_attention(
+    starts: Sequence[int],
+    lengths: Sequence[int],
+    page_tables: Sequence[npt.NDArray[np.int32]],
+    page_size: int,
+    device: torch.device | str = "cpu",
+) -> NativePlan:
+    """As `sgl.kernels.attention.plan_attention`, for these kernels."""
+    tables = tuple(np.ascontiguousarray(table, dtype=np.int32) for table in page_tables)
+    chunks = (CChunk * len(starts))()
+    for chunk, start, length, table in zip(chunks, starts, lengths, tables, strict=True):
+        chunk.start, chunk.length, chunk.pages = start, length, table.ctypes.data
+    return NativePlan(chunks, sum(lengths), page_size, tables)
+
+
+def linear(x_TN: torch.Tensor, weight: PackedWeight) -> torch.Tensor:
+    """`x @ weight.T + bias`."""
+    x_TN = x_TN.contiguous()
+    out = torch.empty(x_TN.shape[0], weight.shape[0])
+    library().sgl_linear(weight.address, x_TN.data_ptr(), x_TN.shape[0], out.data_ptr())
+    return out
+
+
+def rms_norm(x_TN: torch.Tensor, weight_N: torch.Tensor, eps: float) -> torch.Tensor:
+    """See `elementwise.rms_norm`."""
+    x_TN = x_TN.contiguous()
+    out = torch.empty_like(x_TN)
+    size = x_TN.shape[-1]
+    library().sgl_rms_norm(
+        x_TN.data_ptr(), weight_N.contiguous().data_ptr(), x_TN.numel() // size, size, eps, out.data_ptr()
+    )
+    return out
+
+
+def rotary(x_THD: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor) -> torch.Tensor:
+    """See `elementwise.rotary`."""
+    x_THD, cos_TD, sin_TD = x_THD.contiguous(), cos_TD.contiguous(), sin_TD.contiguous()
+    out = torch.empty_like(x_THD)
+    library().sgl_rotary(x_THD.data_ptr(), cos_TD.data_ptr(), sin_TD.data_ptr(), *x_THD.shape, out.data_ptr())
+    return out
+
+
+def silu_mul(gate_TN: torch.Tensor, up_TN: torch.Tensor) -> torch.Tensor:
+    """See `elementwise.silu_mul`."""
+    gate_TN, up_TN = gate_TN.contiguous(), up_TN.contiguous()
+    out = torch.empty_like(gate_TN)
+    library().sgl_silu_mul(gate_TN.data_ptr(), up_TN.data_ptr(), 1, gate_TN.numel(), out.data_ptr())
+    return out
+
+
+def argmax(logits_RV: torch.Tensor) -> torch.Tensor:
+    """The first of the largest numbers of each row `[R]`; -1 for a row with a NaN. Rows may be further apart than V."""
+    if logits_RV.stride(-1) != 1:
+        logits_RV = logits_RV.contiguous()
+    out = torch.empty(logits_RV.shape[0], dtype=torch.int64)
+    library().sgl_argmax(
+        logits_RV.data_ptr(), logits_RV.shape[0], logits_RV.stride(0), logits_RV.shape[1], out.data_ptr()
+    )
+    return out
+
+
+def heads(num_heads: int, num_kv_heads: int, head_dim: int, page_size: int, dtype: torch.dtype) -> CHeads:
+    """The shape of attention over a pool of `dtype`."""
+    return CHeads(num_heads, num_kv_heads, head_dim, page_size, int(dtype == torch.bfloat16), 0)
+
+
+def paged_attention(
+    query_THD: torch.Tensor, keys_SKD: torch.Tensor, values_SKD: torch.Tensor, plan: NativePlan, scale: float
+) -> torch.Tensor:
+    """See `attention.paged_attention`; `plan` is of `plan_attention` here."""
+    query_THD = (query_THD * scale).contiguous()
+    out = torch.zeros_like(query_THD)
+    shape = heads(query_THD.shape[1], keys_SKD.shape[1], keys_SKD.shape[2], plan.page_size, keys_SKD.dtype)
+    library().sgl_attention(
+        ctypes.byref(shape),
+        ctypes.addressof(plan.chunks),
+        len(plan.chunks),
+        query_THD.data_ptr(),
+        keys_SKD.data_ptr(),
+        values_SKD.data_ptr(),
+        out.data_ptr(),
+    )
+    return out
