@@ -8,8 +8,9 @@ anew.
 
 The same calls, exactly: roles are sent as roles, and what was generated goes back as token ids (as text where a stop
 string was cut off), so that greedy generations, and those with a seed of their own, give the same tokens as the program
-does. Where the two differ: a generation without a seed draws from another one; `DoneEvent` and `read_state` carry the
-text without what the chat template adds to it, and no ids.
+does. Where the two differ: a generation without a seed draws from another one; a vocabulary of words may encode text
+across the seam of a fork, a mark or a cut differently, as the client sends it in one piece; `DoneEvent` and
+`read_state` carry the text without what the chat template adds to it, and no ids.
 """
 
 from __future__ import annotations

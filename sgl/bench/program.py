@@ -46,6 +46,7 @@ class PolicyCounts(msgspec.Struct, frozen=True, kw_only=True):
         belady_tokens, lru_tokens: hits of the offline optimum, and of exact LRU one request after the other, on the
             same requests in the same order at the same capacity.
         unbounded_tokens: hits of a cache that keeps everything.
+        of_belady: measured hits over those of the offline optimum; 1 where there is nothing to hit.
         recomputed_tokens, retractions, forwards: what the small pool cost besides.
     """
 
@@ -55,14 +56,10 @@ class PolicyCounts(msgspec.Struct, frozen=True, kw_only=True):
     belady_tokens: int
     lru_tokens: int
     unbounded_tokens: int
+    of_belady: float
     recomputed_tokens: int
     retractions: int
     forwards: int
-
-    @property
-    def of_belady(self) -> float:
-        """Measured hits over those of the offline optimum; 1 where there is nothing to hit."""
-        return self.hit_tokens / self.belady_tokens if self.belady_tokens else 1.0
 
 
 class WorkloadCounts(msgspec.Struct, frozen=True, kw_only=True):
@@ -216,13 +213,16 @@ def _count_policy(calls: Sequence[Call], policy: str, capacity: int, fields: Map
     _check_complete(records, stats)
     tree = PrefixTree([record.access for record in records])
     counted = [record.usage for record in records if not record.scored]
+    hits = sum(max(0, usage.cached_tokens - usage.recomputed_tokens) for usage in counted)
+    belady = tree.hits_belady(capacity)
     return PolicyCounts(
         policy=policy,
         prompt_tokens=sum(usage.prompt_tokens for usage in counted),
-        hit_tokens=sum(max(0, usage.cached_tokens - usage.recomputed_tokens) for usage in counted),
-        belady_tokens=tree.hits_belady(capacity),
+        hit_tokens=hits,
+        belady_tokens=belady,
         lru_tokens=tree.hits_lru(capacity),
         unbounded_tokens=tree.hits_forever(),
+        of_belady=_share(hits, belady),
         recomputed_tokens=stats.recomputed_tokens,
         retractions=stats.retractions,
         forwards=stats.forwards,
@@ -249,6 +249,10 @@ def _total(policy: str, counted: Sequence[WorkloadCounts]) -> PolicyTotal:
         belady_hit_rate=belady / prompt,
         lru_hit_rate=sum(row.lru_tokens for row in rows) / prompt,
         unbounded_hit_rate=sum(row.unbounded_tokens for row in rows) / prompt,
-        of_belady=hits / belady if belady else 1.0,
+        of_belady=_share(hits, belady),
         lowest=min((row.of_belady for row in rows if 100 * row.belady_tokens >= row.prompt_tokens), default=1.0),
     )
+
+
+def _share(hits: int, possible: int) -> float:
+    return hits / possible if possible else 1.0
