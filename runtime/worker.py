@@ -297,11 +297,8 @@ def build_core(
     if config.fault_points is not None:
         faults = parse_faults(config.fault_points, allowed=environment.read(SWITCH) == "1")
 
-    # Imported here: torch takes seconds, and a wrong option is told before.
     from sgl.runtime.loading.checkpoint import open_checkpoint
     from sgl.runtime.loading.sources import locate
-    from sgl.runtime.model_runner import ModelRunner
-    from sgl.runtime.sampler import Sampler
 
     processors = load_processors(config.logit_processors)
     progress(f"opening {config.model_path}")
@@ -326,6 +323,11 @@ def build_core(
             f"the tokenizer has {tokenizer.vocab_size} ids and the model {checkpoint.config.vocab_size}",
             hint="give the tokenizer that belongs to the model",
         )
+
+    # Imported here: torch takes seconds, and a wrong option, name or file has been told before.
+    from sgl.runtime.model_runner import ModelRunner
+    from sgl.runtime.sampler import Sampler
+
     resolved = resolve(config, checkpoint.facts())
     if resolved.memory is not None:
         progress(f"loading {source.name}: {resolved.memory.summary()}")

@@ -10,6 +10,7 @@ names the tensors concerned.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -217,18 +218,22 @@ def _gguf_tensors(file: GGUFFile, config: ModelConfig) -> Iterator[tuple[str, to
 
 
 def _decoded(file: GGUFFile, names: list[str]) -> Iterator[tuple[str, Any]]:
-    """Tensors in order, decoded by a few threads that are at most as many tensors ahead: numpy works without the
-    interpreter's lock, and half of the time is the system's, handing out memory."""
+    """Tensors in order, decoded by a few threads ahead of their use: numpy works without the interpreter's lock, and
+    half of the time is the system's, handing out memory. What is decoded and not yet taken is never more than the
+    largest tensor, as the memory plan says."""
+    sizes = {name: math.prod(file.tensors[name].shape) for name in names}
+    room = max(sizes.values(), default=0)
     with ThreadPoolExecutor(_DECODE_THREADS, thread_name_prefix="sgl-decode") as pool:
+        waiting = deque(names)
         ahead: deque[tuple[str, Future[Any]]] = deque()
-        for name in names:
-            ahead.append((name, pool.submit(file.load, name)))
-            if len(ahead) > _DECODE_THREADS:
-                ready, values = ahead.popleft()
-                yield ready, values.result()
-        while ahead:
-            ready, values = ahead.popleft()
-            yield ready, values.result()
+        held = 0
+        while waiting or ahead:
+            while waiting and (not held or held + sizes[waiting[0]] <= room):
+                held += sizes[waiting[0]]
+                ahead.append((waiting[0], pool.submit(file.load, waiting.popleft())))
+            name, values = ahead.popleft()
+            yield name, values.result()
+            held -= sizes[name]
 
 
 def _halves_layout(values: Any, num_heads: int) -> Any:

@@ -10,7 +10,9 @@ import math
 import os
 from pathlib import Path
 
+from sgl.kernels.native import library
 from sgl.runtime.config import Facts
+from sgl.runtime.loading.cache import cache_folder
 from sgl.runtime.memory_plan import MemoryLimit, MiB
 from sgl.runtime.models.registry import ModelConfig
 
@@ -23,9 +25,11 @@ _RESOURCE_LIMITS = {
 }
 
 
-def gather_facts(config: ModelConfig, *, weights_kind: str = "safetensors") -> Facts:
+def gather_facts(config: ModelConfig, *, weights_kind: str = "safetensors", packed_bytes: int = 0) -> Facts:
     """The machine as this process sees it now, beside the model's shape."""
     import torch
+
+    native, native_obstacle = native_kernels()
 
     has_cuda = torch.cuda.is_available()
     limits = memory_limits()
@@ -51,7 +55,24 @@ def gather_facts(config: ModelConfig, *, weights_kind: str = "safetensors") -> F
         * max(config.vocab_size, config.intermediate_size, config.num_attention_heads * config.head_dim),
         checkpoint_dtype=config.checkpoint_dtype,
         weights_kind=weights_kind,
+        packed_bytes=packed_bytes,
+        native=native,
+        native_obstacle=native_obstacle,
     )
+
+
+def native_kernels() -> tuple[str, str]:
+    """What the native kernels are or would be built with, and why they cannot be; one of the two is empty."""
+    try:
+        build = library.plan(native_folder())
+    except library.NativeUnavailable as reason:
+        return "", str(reason)
+    return f"{build.instruction_set}, {build.compiler}", ""
+
+
+def native_folder() -> Path:
+    """Where built kernels lie."""
+    return cache_folder() / "native"
 
 
 def cpu_count(root: Path = _ROOT) -> int:

