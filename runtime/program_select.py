@@ -77,10 +77,12 @@ class OptionScoring:
         last = self._base_len - 1
         for chain in chains:
             scores = {last + k: ids for k, ids in chain.wanted.items()}
-            self._ask([*self._base.token_ids[: self._base_len], *chain.tokens], scores)
+            self._ask([*self._base.token_ids[: self._base_len], *chain.tokens], scores, shared_len=self._base_len)
 
-    def _ask(self, ids: Iterable[int], scores: dict[int, Path], option: int | None = None) -> None:
-        sequence = self._scheduler.new_sequence(self._namespace, ids)
+    def _ask(
+        self, ids: Iterable[int], scores: dict[int, Path], *, shared_len: int = 0, option: int | None = None
+    ) -> None:
+        sequence = self._scheduler.new_sequence(self._namespace, ids, shared_len=shared_len)
         self._options.append(sequence)
         self.requests.append(Request(sequence, scores=scores, priority=self._priority, score_only=True, option=option))
 

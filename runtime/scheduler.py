@@ -69,10 +69,17 @@ class Scheduler:
 
     # --- sequences: the commands of a program run ---
 
-    def new_sequence(self, namespace: CacheKey, token_ids: Iterable[int] = (), owner: Owner | None = None) -> Sequence:
-        """A sequence without pages; `owner` knows when it will be used again."""
+    def new_sequence(
+        self, namespace: CacheKey, token_ids: Iterable[int] = (), *, owner: Owner | None = None, shared_len: int = 0
+    ) -> Sequence:
+        """A sequence without pages.
+
+        Args:
+            owner: knows when it will be used again.
+            shared_len: how many of its tokens it has from another sequence; what follows is of no use to others.
+        """
         sequence = self.paging.new(namespace, token_ids)
-        sequence.owner = owner
+        sequence.owner, sequence.forked_at = owner, shared_len
         return sequence
 
     def fork(self, parent: Sequence) -> Sequence:

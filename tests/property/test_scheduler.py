@@ -119,7 +119,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     )
     def submit(self, several: list[list[int]], salt: str, when: float | None, new_tokens: int) -> None:
         for ids in several:
-            sequence = self.scheduler.new_sequence(CacheKey(salt=salt), ids, Foretold(when))
+            sequence = self.scheduler.new_sequence(CacheKey(salt=salt), ids, owner=Foretold(when))
             self.live.append(sequence)
             self._request(sequence, new_tokens)
 

@@ -112,7 +112,10 @@ TO_WORKER = [
     messages.Cancel(1),
     messages.GetStats(3, check=True),
     messages.Ping(5),
-    messages.FlushCache(4),
+    messages.FlushCache(4, wait_s=1.5),
+    messages.Pin(7, "a prefix", 60.0, "tenant"),
+    messages.Pin(8, (1, 2, 3)),
+    messages.Unpin(7),
     messages.Override(6, {"max_queue": 5}, "a test"),
     messages.Shutdown(),
 ]
@@ -125,6 +128,7 @@ TO_CLIENT = [
     messages.StatsReply(3, {"forwards": 1}),
     messages.Pong(5, 0.5),
     messages.FlushReply(4, 12),
+    messages.PinReply(7, 8),
     messages.OverrideReply(6, (RuntimeOverride(field="max_queue", value=5, was=6, why="a test", at=1.5),)),
     messages.Log(30, "sgl.worker", "hot"),
 ]
