@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -14,10 +13,12 @@ import typer
 from typer.testing import CliRunner
 
 from sgl import environment
+from sgl.cli.doctor_view import show_report
 from sgl.cli.options import engine_options
+from sgl.doctor import examine
 from sgl.errors import ConfigError, ModelNotFound
+from sgl.runtime import engine
 from sgl.runtime.config import EngineConfig, config_from_mapping
-from sgl.runtime.engine import Engine
 
 ROOT = Path(__file__).resolve().parents[2]
 READER = "sgl/environment.py"
@@ -121,8 +122,10 @@ def test_unknown_variables_are_named_with_the_nearest(monkeypatch: pytest.Monkey
 
 def test_an_engine_and_a_command_take_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SGL_MODEL_PATH", "no-such-model")
-    with pytest.raises(ModelNotFound, match="no-such-model"):  # from the check in this process; no worker is started
-        Engine()
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "WorkerClient", lambda *arguments: pytest.fail("a worker was started for a wrong name"))
+        with pytest.raises(ModelNotFound, match="no-such-model"):
+            engine.Engine()
     monkeypatch.setenv("SGL_PAGE_SIZE", "4")
 
     @engine_options
@@ -157,20 +160,24 @@ def test_children_inherit(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- the command line -----------------------------------------------------------------------------------------------
 
 
-def test_doctor_shows_the_table(clean_env: dict[str, str]) -> None:
-    given = {**clean_env, "SGL_MODEL_PATH": "dummy", "SGL_PAGE_SIZE": "2", "SGL_PAGE_SISE": "3"}
-    command = [sys.executable, "-m", "sgl.cli", "doctor"]
-    text = subprocess.run(command, env=given, capture_output=True, text=True, check=True).stdout
-    assert "SGL_PAGE_SIZE" in text
-    assert "SGL_PAGE_SISE is not known; did you mean SGL_PAGE_SIZE?" in text
-    report = json.loads(subprocess.run([*command, "--json"], env=given, capture_output=True, check=True).stdout)
-    assert report["model"]["resolved"]["page_size"] == 2
-    values = {row["name"]: row["value"] for row in report["environment"]}
+def test_doctor_shows_the_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("SGL_MODEL_PATH", "dummy")
+    monkeypatch.setenv("SGL_PAGE_SIZE", "2")
+    monkeypatch.setenv("SGL_PAGE_SISE", "3")
+    report = examine({})
+    assert report.model.resolved is not None
+    assert report.model.resolved.page_size == 2
+    assert report.unknown_variables == (("SGL_PAGE_SISE", "SGL_PAGE_SIZE"),)
+    shown = json.loads(msgspec.json.encode(report, enc_hook=str))
+    values = {row["name"]: row["value"] for row in shown["environment"]}
     assert (values["SGL_PAGE_SIZE"], values["SGL_CACHE"]) == ("2", None)
-    assert report["unknown_variables"] == [["SGL_PAGE_SISE", "SGL_PAGE_SIZE"]]
-    memory = report["model"]["resolved"]["memory"]
-    assert {item["what"] for item in memory["items"]} >= {"weights", "KV pool", "logits"}
-    assert "KV pool" in text
+    items = shown["model"]["resolved"]["memory"]["items"]
+    assert {item["what"] for item in items} >= {"weights", "KV pool", "logits"}
+    show_report(report)
+    text = capsys.readouterr().out
+    assert "SGL_PAGE_SISE is not known; did you mean SGL_PAGE_SIZE?" in text
+    assert all(item["why"] in text for item in items)
+    assert shown["machine"]["memory_limits"][0]["source"] in text
 
 
 # --- nobody else ----------------------------------------------------------------------------------------------------
