@@ -340,6 +340,7 @@ class RadixTree:
             self.num_cached -= len(node.pages)
             self._num_nodes -= 1
             node.parent = None
+            node.children = {}
         return freed
 
     def nodes(self) -> Iterator[RadixNode]:
