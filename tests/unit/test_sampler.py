@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import cache
+from statistics import NormalDist
+from typing import Any
 
 import numpy as np
 import pytest
@@ -52,9 +55,12 @@ def sample(*rows: tuple[torch.Tensor, SampleSpec], vocab_size: int = VOCAB) -> t
     return Sampler(vocab_size).sample(StepPlan(chunks=chunks), logits).rows
 
 
-def reference(fields: dict[str, float]) -> np.ndarray:
+def reference(fields: Mapping[str, Any]) -> np.ndarray:
     """The distribution that a draw should have."""
-    scaled = LOGITS.double().numpy() / fields.get("temperature", 1.0)
+    logits = LOGITS.double().numpy().copy()
+    for token, bias in fields.get("logit_bias", ()):
+        logits[token] += bias
+    scaled = logits / fields.get("temperature", 1.0)
     probs = np.exp(scaled - scaled.max())
     probs /= probs.sum()
     order = np.argsort(-probs, kind="stable")
@@ -71,40 +77,79 @@ def reference(fields: dict[str, float]) -> np.ndarray:
     return out
 
 
-def deviates(probs: np.ndarray, counts: Counter[int], num: int) -> bool:
-    """Whether any cell is further from its expectation than 5 standard deviations allow."""
-    for token in range(VOCAB):
-        expected = num * probs[token]
-        spread = np.sqrt(num * probs[token] * (1 - probs[token]))
-        if abs(counts[token] - expected) > 5 * spread + 1e-9:
-            return True
-    return False
-
-
-CASES = [
+BIAS = ((0, 1.5), (3, -100.0), (7, -0.7), (9, 2.25))
+CASES: list[dict[str, Any]] = [
     {"temperature": 1.0},
     {"temperature": 0.6},
     {"temperature": 1.3, "top_k": 3},
     {"temperature": 1.0, "top_p": 0.7},
     {"temperature": 1.0, "min_p": 0.2},
+    {"temperature": 2.0, "logit_bias": BIAS},
+    {"temperature": 1.5, "top_k": 8, "top_p": 0.6},
+    {"temperature": 0.8, "top_p": 0.95, "min_p": 0.1},
+    {"temperature": 1.5, "top_k": 7, "min_p": 0.25},
     {"temperature": 1.5, "top_k": 6, "top_p": 0.9, "min_p": 0.05},
+    {"temperature": 1.2, "top_k": 9, "top_p": 0.7, "min_p": 0.05, "logit_bias": BIAS},
 ]
+NUM_DRAWS = 3000
+CHANCE = 1e-3
+"""That a right sampler fails any of the cases, had the seeds not been fixed."""
+SPREADS = NormalDist().inv_cdf(1 - CHANCE / (2 * VOCAB * len(CASES)))
+"""Standard deviations that a cell may be off: corrected (Bonferroni) for the number of cells in all cases."""
 
 
-def draws(fields: dict[str, float], num: int) -> Counter[int]:
+def deviates(probs: np.ndarray, counts: Counter[int]) -> bool:
+    """Whether any cell is further from its expectation than chance explains; one that cannot be drawn, at all."""
+    for token in range(VOCAB):
+        expected = NUM_DRAWS * probs[token]
+        spread = np.sqrt(NUM_DRAWS * probs[token] * (1 - probs[token]))
+        if abs(counts[token] - expected) > SPREADS * spread + (0.5 if expected else 0.0):
+            return True
+    return False
+
+
+@cache
+def draws(case: int) -> Counter[int]:
     counts: Counter[int] = Counter()
-    for start in range(0, num, 250):
-        rows = [(LOGITS, spec(position, **fields)) for position in range(start, start + 250)]
+    for start in range(0, NUM_DRAWS, 250):
+        rows = [(LOGITS, spec(position, **CASES[case])) for position in range(start, start + 250)]
         counts.update(row.token_id for row in sample(*rows))
     return counts
 
 
-@pytest.mark.parametrize("fields", CASES, ids=str)
-def test_draws_follow_the_distribution(fields: dict[str, float]) -> None:
-    counts = draws(fields, 3000)
-    assert not deviates(reference(fields), counts, 3000)
-    wrong = {**fields, "temperature": fields["temperature"] * 1.6}
-    assert deviates(reference(wrong), counts, 3000), "a wrong temperature is noticed"
+@pytest.mark.parametrize("case", range(len(CASES)), ids=lambda case: str(CASES[case]))
+def test_draws_follow_the_distribution(case: int) -> None:
+    assert not deviates(reference(CASES[case]), draws(case))
+
+
+WRONG: dict[str, Callable[[Mapping[str, Any]], Mapping[str, Any]]] = {
+    "hotter": lambda fields: {**fields, "temperature": fields["temperature"] * 1.4},
+    "no temperature": lambda fields: {**fields, "temperature": 1.0},
+    "one more in top-k": lambda fields: {**fields, "top_k": fields.get("top_k", VOCAB) + 1},
+    "no top-p": lambda fields: {**fields, "top_p": 1.0},
+    "no min-p": lambda fields: {**fields, "min_p": 0.0},
+    "no bias": lambda fields: {**fields, "logit_bias": ()},
+    "bias after temperature": lambda fields: {
+        **fields, "logit_bias": [(i, b * fields["temperature"]) for i, b in fields.get("logit_bias", ())]
+    },
+    "crossing token left out": lambda fields: {**fields, "top_p": fields.get("top_p", 1.2) - 0.2},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_sampler_fails_the_same_test(name: str) -> None:
+    """What the wrong sampler would draw is another distribution, in every case that it changes enough to be told apart:
+    at least one, and never a case that it does not change."""
+    told_apart = 0
+    for case, fields in enumerate(CASES):
+        wrong = reference(WRONG[name](fields))
+        changed = float(np.abs(wrong - reference(fields)).max())
+        if changed == 0.0:
+            assert not deviates(wrong, draws(case))
+        elif changed > 0.045:
+            assert deviates(wrong, draws(case)), fields
+            told_apart += 1
+    assert told_apart >= 1
 
 
 def test_greedy_and_tiny_temperature() -> None:
@@ -115,6 +160,8 @@ def test_greedy_and_tiny_temperature() -> None:
 
 
 def test_top_p_keeps_the_token_that_crosses() -> None:
+    """The smallest set of most probable tokens whose probabilities reach top-p, the token that crosses it included. One
+    that is reached exactly is not crossed: the next token is out."""
     logits = torch.full((VOCAB,), -1e9)
     logits[:2] = torch.tensor([0.5, 0.5]).log()
     seen = {sample((logits, spec(position, top_p=0.5)))[0].token_id for position in range(40)}
