@@ -26,7 +26,9 @@ import msgspec
 from sgl.errors import AccessDenied, ConfigError, DownloadFailed, ModelNotFound, UnsupportedModel
 from sgl.runtime.loading.cache import Progress, check_space, unwritable
 
-_ID = re.compile(r"(?P<repository>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(@(?P<revision>[A-Za-z0-9][\w./-]*))?")
+_NAME = r"(?!\S*(--|\.\.))[A-Za-z0-9_]([\w.-]{0,94}[A-Za-z0-9_])?"
+_ID = re.compile(rf"(?P<repository>{_NAME}/{_NAME})(@(?P<revision>[A-Za-z0-9][\w./-]*))?", re.ASCII)
+"""As the hub itself has it: no `--` and no `..`, and a name begins and ends with a letter, a digit or `_`."""
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _POLL_S = 0.2
 _CONFIG_FILES = (
@@ -59,7 +61,7 @@ class HubId(msgspec.Struct, frozen=True):
 
 def looks_like_id(text: str) -> bool:
     """Whether `text` has the form of a hub id, and not that of a file's path."""
-    return _ID.fullmatch(text) is not None and not text.endswith((".gguf", ".safetensors", ".json"))
+    return _ID.fullmatch(text) is not None and not text.endswith((".gguf", ".safetensors", ".json", ".git"))
 
 
 def parse_id(text: str, revision: str | None = None) -> HubId:
@@ -273,7 +275,7 @@ def _typed_errors(wanted: HubId) -> Iterator[None]:
         _raise_status(wanted, error)
     except errors.HTTPError as error:  # of the transport: httpx, in whichever version
         raise _Unreachable(_first_line(error)) from None
-    except (TimeoutError, ConnectionError) as error:
+    except (TimeoutError, ConnectionError, RuntimeError) as error:  # the last: of hf_xet, whatever went wrong
         raise _Unreachable(_first_line(error)) from None
 
 

@@ -33,6 +33,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     wanted = {path.name: path.read_bytes() for path in folder.iterdir()}
     assert sum(name.endswith(".safetensors") for name in wanted) > 1
     unwanted = ("modeling_evil.py", "pytorch_model.bin", "consolidated.safetensors", "original/model.safetensors")
+    unwanted += ("../evil.safetensors",)
     return {**wanted, **dict.fromkeys(unwanted, b"never")}
 
 
@@ -60,10 +61,11 @@ def test_a_repository_is_fetched_loaded_and_then_used_offline(server: FakeHub, f
     source = locate("org/tiny", progress=lambda done, total: seen.append((done, total)))
     assert (source.name, source.kind) == ("org/tiny", "safetensors")
     assert source.path is not None
-    assert {path.name for path in source.path.iterdir()} == set(files) - {
-        "modeling_evil.py", "pytorch_model.bin", "consolidated.safetensors", "original/model.safetensors"
-    }  # fmt: skip
-    assert not {"modeling_evil.py", "pytorch_model.bin", "consolidated.safetensors"} & fetched_names(server)
+    assert {path.name for path in source.path.iterdir()} == {name for name in files if files[name] != b"never"}
+    assert not {name.rpartition("/")[2] for name in files if files[name] == b"never"} & (
+        fetched_names(server) - {"model.safetensors"}
+    )
+    assert not list(source.path.parents[2].rglob("evil*"))
     wanted = sum(len(files[path.name]) for path in source.path.iterdir())
     assert seen[-1] == (wanted, wanted)
     open_checkpoint(source).build_model()
@@ -201,7 +203,25 @@ def test_a_download_that_is_interrupted_ends_at_once_and_leaves_no_half_file(
 
 def test_forms() -> None:
     assert parse_id("a/b-c.d@refs/pr/1") == HubId("a/b-c.d", "refs/pr/1")
-    for path in ("./a/b", "../a", "a/b/c", "/a/b", "a", "a/b.gguf", "pypi:a/b.gguf", "a/..", "a b/c", "~/models"):
+    for path in (
+        "./a/b",
+        "../a",
+        "a/b/c",
+        "/a/b",
+        "a",
+        "a/b.gguf",
+        "pypi:a/b.gguf",
+        "a/..",
+        "a b/c",
+        "~/models",
+        "a/b--c",
+        "a..b/c",
+        "\u00f6/b",
+        "-a/b",
+        "a/b.",
+        "a/b.git",
+        "a/" + "b" * 97,
+    ):
         assert not looks_like_id(path), path
     check_model("org/tiny@v1", revision="v1")
     with pytest.raises(ConfigError):
