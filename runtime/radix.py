@@ -253,18 +253,17 @@ class RadixTree:
 
     def retire(self, node: RadixNode, num_tokens: int) -> None:
         """Nobody is expected to use what lies behind the first `num_tokens` tokens of the path to `node` again."""
-        while node.parent is not None and self._evictable(node) and not node.hits and node.end > num_tokens:
+        kept = -(-num_tokens // self.page_size) * self.page_size
+        below: RadixNode | None = None
+        while node.parent is not None and node.end > kept and not node.lock and not node.hits:
+            if any(child is not below for child in node.children.values()):
+                return  # another path goes on from here
             start = node.end - len(node.tokens)
-            aligned = -(-num_tokens // self.page_size) * self.page_size
-            if start < aligned:
-                if aligned >= node.end:
-                    return
-                self._split(node, aligned - start)
+            if start < kept:
+                self._split(node, kept - start)
             node.dead = True
             self._offer(node)
-            if node.parent.parent is None or len(node.parent.children) > 1 or node.parent.lock:
-                return
-            node = node.parent
+            below, node = node, node.parent
 
     def expect(self, uses: Iterable[tuple[float, RadixNode]]) -> None:
         """Replace what is known of the future: (step, node) says that the path to `node` is needed in `step`."""

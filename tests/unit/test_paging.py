@@ -309,3 +309,39 @@ def test_a_flush_leaves_live_states_alone() -> None:
     rig.core.submit(1, Graph(nodes=(gen(2, 3, name="y"),)), finish=True)
     rig.run()
     assert cached(rig, 1)[1] == 8
+
+
+# --- what is dead, and what is hit ---
+
+
+def test_what_a_released_fork_added_goes_before_older_prompts() -> None:
+    rig = Rig()
+    start(rig, 1, text(0, "old" * 10), gen(1, 2))
+    rig.run()
+    children = (1, 2)
+    nodes = [text(0, "new" * 10), Fork(id=1, children=children)]
+    for child in children:
+        nodes += [text(10 * child, f"{child}" * 20, child), gen(10 * child + 1, 2, child, f"v{child}")]
+    start(rig, 2, *nodes, Join(id=50, children=children), text(51, "end"), gen(52, 2))
+    rig.run()
+    tree = rig.core.scheduler.paging.tree
+    assert sum(len(node.tokens) for node in tree.nodes() if node.dead) == 2 * 21
+    rig.core.scheduler.paging.pool.free(tree.evict(42))
+    for program, prompt in ((3, "old" * 10), (4, "new" * 10)):
+        start(rig, program, text(0, prompt + "?"), gen(1, 1))
+        rig.run()
+        assert cached(rig, program) == [30]
+
+
+def test_hits_are_counted_for_later_requests_only() -> None:
+    rig = Rig(chunked_prefill_size=16)
+    start(rig, 1, text(0, "h" * 60), gen(1, 4))
+    rig.run()
+    nodes = list(rig.core.scheduler.paging.tree.nodes())
+    assert [node.hits for node in nodes] == [0] * len(nodes), "not for the chunks of the one that computes it"
+    start(rig, 2, text(0, "h" * 60), gen(1, 4))
+    rig.core.step()
+    running = rig.core.scheduler.running[0]
+    rig.core.scheduler._put_back(running)
+    rig.run()
+    assert max(node.hits for node in rig.core.scheduler.paging.tree.nodes()) == 1, "once, although it was put back"
