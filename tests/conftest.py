@@ -1,12 +1,15 @@
 """Fixtures that every tier shares, and the house rule that each test leaves the place as it found it.
 
-Owns the engine fixtures and the check after every test: no child process, no non-daemon thread, no open file, and the
-memory and counter laws of every shared engine. An engine fixture is shared (starting one costs seconds), so what
-exists when a test begins is its baseline; only what a test adds and leaves is a leak.
+Owns the engine fixtures and the check after every test: no child process, no non-daemon thread, no open file; every
+engine of the process keeps the memory and counter laws and is idle, with nothing waiting for it; one that a test closes
+keeps the laws until then; and so does every hand-driven core (`support.scripted.Rig`). An engine fixture is shared
+(starting one costs seconds), so what exists when a test begins is its baseline; only what a test adds and leaves is a
+leak.
 """
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import threading
@@ -18,6 +21,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from sgl.errors import SglError
+from sgl.runtime import client as engine_client
+from sgl.runtime.messages import GetStats
+
 if TYPE_CHECKING:
     from sgl.runtime.engine import Engine
 
@@ -28,22 +35,38 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 ROOT = Path(__file__).resolve().parents[1]
 GRACE_S = 5.0
 """How long a process or thread that was told to end may take to do so."""
+ANSWER_S = 30.0
+"""How long a worker on a busy machine may take to answer between two steps."""
 LAZILY_OPENED = ("/dev/", "/proc/", "/sys/", sys.prefix + os.sep, sys.base_prefix + os.sep)
 """Where libraries open files of their own at first use, and keep them."""
 
-_shared: list[Engine] = []
+GAUGES = ("num_programs", "num_running", "num_waiting", "pages_held")
+"""What is 0 on an engine with which nobody has anything open."""
+
+_broken_at_close: list[str] = []
+_close = engine_client.WorkerClient.close
+
+
+def _checked_close(client: engine_client.WorkerClient, *args: float, **kwargs: float) -> None:
+    """`WorkerClient.close`, which first asks for the laws; a worker that hangs has nothing to say."""
+    if client.alive and client.info:
+        try:
+            client.ask(lambda request: GetStats(request, check=True)).result(ANSWER_S)
+        except (TimeoutError, engine_client.EngineDead):
+            pass
+        except SglError as error:
+            _broken_at_close.append(error.message)
+    _close(client, *args, **kwargs)
+
+
+engine_client.WorkerClient.close = _checked_close  # type: ignore[method-assign]
 
 
 def _start(**fields: object) -> Iterator[Engine]:
     from sgl.runtime.engine import Engine
 
-    engine = Engine(**fields)
-    _shared.append(engine)
-    try:
+    with Engine(**fields) as engine:
         yield engine
-    finally:
-        _shared.remove(engine)
-        engine.shutdown()
 
 
 @pytest.fixture(scope="session")
@@ -98,9 +121,41 @@ def open_files() -> Counter[str]:
     return targets
 
 
+def engine_faults() -> list[str]:
+    """What is wrong with the engines of this process: a broken law, or something left open."""
+    faults = []
+    for client in engine_client.live_clients():
+        if not client.alive:
+            continue
+        try:
+            stats = client.ask(lambda request: GetStats(request, check=True)).result(ANSWER_S)
+        except (SglError, TimeoutError) as error:
+            faults.append(f"an engine says: {error or 'nothing'}")
+            continue
+        left = {name: stats[name] for name in GAUGES if stats[name]}
+        if client._sinks or client._futures:
+            left["waiting for an answer"] = len(client._sinks) + len(client._futures)
+        if left:
+            faults.append(f"an engine is not idle: {left}")
+    return faults
+
+
+def rig_faults() -> list[str]:
+    """The laws that hand-driven engine cores break."""
+    scripted = sys.modules.get("support.scripted")
+    faults = []
+    for rig in list(scripted.Rig.alive) if scripted is not None else ():
+        try:
+            rig.core.snapshot().check()
+        except SglError as error:
+            faults.append(error.message)
+        scripted.Rig.alive.discard(rig)
+    return faults
+
+
 @pytest.fixture(autouse=True)
 def leaves_nothing_behind(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Fail a test that leaks a process, a thread or an open file, or after which a shared engine breaks a law."""
+    """Fail a test that leaks a process, a thread, an open file or a program, or after which an engine breaks a law."""
     # Shared engines start before the baseline is taken, whatever the order of a test's arguments.
     for name in ("dummy_engine", "smollm2"):
         if name in request.fixturenames:
@@ -112,14 +167,18 @@ def leaves_nothing_behind(request: pytest.FixtureRequest) -> Iterator[None]:
         new_children = {pid: line for pid, line in child_processes().items() if pid not in children}
         new_threads = lasting_threads() - threads
         new_files = open_files() - files
-        if not (new_children or new_threads or new_files) or time.monotonic() > deadline:
+        engines = engine_faults()
+        if not (new_children or new_threads or new_files or engines) or time.monotonic() > deadline:
             break
+        gc.collect()  # a program ends with the last reference to its state, which may be in a cycle
         time.sleep(0.05)
-    for engine in _shared:
-        engine.check()
+    laws = [*engines, *rig_faults(), *_broken_at_close]
+    _broken_at_close.clear()
     if new_children or new_threads or new_files:
         names = sorted(thread.name for thread in new_threads)
-        pytest.fail(f"left behind: processes {new_children}, threads {names}, open files {dict(new_files)}")
+        pytest.fail(f"left behind: processes {new_children}, threads {names}, open files {dict(new_files)}; {laws}")
+    if laws:
+        pytest.fail("; ".join(laws))
 
 
 @pytest.fixture(scope="session")
