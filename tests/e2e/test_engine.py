@@ -4,12 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import os
-import signal
 import stat
-import subprocess
-import sys
-import textwrap
 import threading
 import time
 from pathlib import Path
@@ -167,89 +162,6 @@ def test_two_engines_and_an_end_that_can_be_repeated() -> None:
     assert not folder.exists()
     with pytest.raises(EngineDead, match="shut down"):
         first.generate("x", GREEDY)
-
-
-def test_worker_death_reaches_every_open_program() -> None:
-    engine = Engine(model_path="dummy", max_total_tokens=4096)
-    errors: list[BaseException] = []
-
-    def work() -> None:
-        try:
-            engine.generate("x", {"max_new_tokens": 1900, "ignore_eos": True})
-        except SglError as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=work) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    while engine.stats()["num_running"] < 3:
-        time.sleep(0.01)
-    os.kill(engine.worker_pid, signal.SIGKILL)
-    for thread in threads:
-        thread.join(timeout=5)
-    assert [type(error) for error in errors] == [EngineDead] * 3
-    assert not engine.alive
-    with pytest.raises(EngineDead, match="ended unexpectedly"):
-        engine.generate("x", GREEDY)
-    engine.shutdown()
-
-
-def test_parent_death_leaves_no_worker(tmp_path: Path) -> None:
-    script = """
-        from sgl.runtime.engine import Engine
-        engine = Engine(model_path="dummy", max_total_tokens=4096)
-        print(engine.worker_pid, flush=True)
-        engine.generate("x", {"max_new_tokens": 1900, "ignore_eos": True})
-        input()
-    """
-    parent = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(script)], stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True
-    )
-    assert parent.stdout is not None
-    worker = int(parent.stdout.readline())
-    parent.kill()
-    parent.wait()
-    parent.stdout.close()
-    assert parent.stdin is not None
-    parent.stdin.close()
-    deadline = time.monotonic() + 5
-    while Path(f"/proc/{worker}").exists():
-        assert time.monotonic() < deadline, "the worker outlived its parent"
-        time.sleep(0.02)
-
-
-def test_exit_without_shutdown_is_clean() -> None:
-    script = """
-        from sgl.runtime.engine import Engine
-        engine = Engine(model_path="dummy", max_total_tokens=512)
-        print(engine.generate("x", {"max_new_tokens": 2})["meta_info"]["completion_tokens"])
-    """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=60, check=False
-    )
-    assert (done.returncode, done.stdout, done.stderr) == (0, "2\n", "")
-
-
-def test_a_fork_of_the_process_is_told() -> None:
-    script = """
-        import os, sys
-        from sgl.errors import EngineDead
-        from sgl.runtime.engine import Engine
-        engine = Engine(model_path="dummy", max_total_tokens=512)
-        pid = os.fork()
-        if pid == 0:
-            try:
-                engine.generate("x", {"max_new_tokens": 2})
-            except EngineDead as error:
-                print("child:", "each process" in str(error), flush=True)
-            os._exit(0)
-        os.waitpid(pid, 0)
-        print("parent:", engine.generate("x", {"max_new_tokens": 2})["meta_info"]["completion_tokens"])
-    """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=60, check=False
-    )
-    assert done.stdout == "child: True\nparent: 2\n", done.stderr
 
 
 def free(engine: Engine) -> None:
