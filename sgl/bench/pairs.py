@@ -89,7 +89,7 @@ def orders(count: int, seed: int) -> list[Order]:
 
     Example:
         >>> orders(4, seed=1)
-        ['AB', 'BA', 'BA', 'AB']
+        ['BA', 'AB', 'BA', 'AB']
     """
     shuffle = random.Random(seed)
     drawn: list[Order] = []

@@ -69,6 +69,12 @@ def latency(
     patience: Annotated[
         float, typer.Option(min=0, help="Seconds to wait for a quiet machine before a pair.", rich_help_panel=PEER)
     ] = 10.0,
+    max_foreign: Annotated[
+        float,
+        typer.Option(
+            min=0, max=1, help="Share of the cores that others may use in a clean pair.", rich_help_panel=PEER
+        ),
+    ] = 0.02,
     seed: Annotated[int, typer.Option(help="Of the order of turns and of the prompts.", rich_help_panel=PEER)] = 0,
     startup: Annotated[
         bool, typer.Option(help="Compare process start to first token, too.", rich_help_panel=PEER)
@@ -99,12 +105,19 @@ def latency(
 
     from sgl.bench.comparison import Case, compare
     from sgl.bench.harness import PairPlan
+    from sgl.bench.load import CleanRule
 
     comparison = compare(
         fields,
         peer,
         cases=[Case(batch=each, prompt_tokens=prompt_tokens or PROMPT_LEN, new_tokens=new_tokens) for each in batches],
-        plan=PairPlan(pairs=pairs, attempts=attempts, seed=seed, patience_s=patience),
+        plan=PairPlan(
+            pairs=pairs,
+            attempts=attempts,
+            seed=seed,
+            patience_s=patience,
+            rule=CleanRule(max_foreign=max_foreign, max_steal=max_foreign),
+        ),
         peer_settings=_settings(peer_setting or []),
         startup=startup,
         progress=say,

@@ -13,7 +13,7 @@ import pytest
 from sgl.bench import comparison, startup
 from sgl.bench.comparison import DECODE, Agreement, Case, CaseReport, ComparisonReport, Tuning
 from sgl.bench.harness import PairPlan
-from sgl.bench.load import Fault, Window
+from sgl.bench.load import CleanRule, Fault, Window
 from sgl.bench.pairs import Pair, Trial, summarise
 from sgl.bench.peers.messages import Loaded
 from sgl.bench.provenance import Model, model_record, provenance, side_variables
@@ -107,14 +107,18 @@ def test_the_table_has_ratios_and_says_what_was_not_measured(command: Command, c
 
 def test_flags_reach_the_comparison(command: Command, compared: list[dict[str, Any]]) -> None:
     flags = "--batch 1 --batch 4 --prompt-tokens 16 --new-tokens 8 --pairs 2 --attempts 3 --seed 5 --patience 0"
-    asked = "--peer-setting cache=static --peer-setting loop=generate --dtype bfloat16 --num-threads 2"
+    asked = (
+        "--max-foreign 0.05 --peer-setting cache=static --peer-setting loop=generate --dtype bfloat16 --num-threads 2"
+    )
     status, _, _ = command(
         "bench", "latency", "dummy", "--peer", "transformers", "--no-startup", *f"{flags} {asked}".split()
     )
     assert status == 0
     (call,) = compared
     assert call["cases"] == [Case(batch=batch, prompt_tokens=16, new_tokens=8) for batch in (1, 4)]
-    assert call["plan"] == PairPlan(pairs=2, attempts=3, seed=5, patience_s=0.0)
+    assert call["plan"] == PairPlan(
+        pairs=2, attempts=3, seed=5, patience_s=0.0, rule=CleanRule(max_foreign=0.05, max_steal=0.05)
+    )
     assert call["startup"] is False
     assert call["peer_settings"] == {"cache": "static", "loop": "generate"}
     assert call["fields"] == {"model_path": "dummy", "dtype": "bfloat16", "num_threads": 2}

@@ -260,7 +260,7 @@ def test_load_during_a_turn_drops_its_pair_and_another_is_tried() -> None:
         return {"whole": 1.0}
 
     done = measure_pairs(
-        disturbed, constant(machine, B, 2.0), machine, PairPlan(pairs=3), sides=[A, B], sleep=machine.sleep
+        disturbed, constant(machine, B, 2.0), machine, PairPlan(pairs=3, turn_s=1.0), sides=[A, B], sleep=machine.sleep
     )
     assert [pair.clean for pair in done.pairs] == [True, False, True, True]
     assert [fault.what for fault in done.pairs[1].dirty] == ["foreign load"]
