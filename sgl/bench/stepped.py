@@ -115,7 +115,7 @@ class SteppedEngine:
         >>> @sgl.function
         ... def two(s):
         ...     s += "Once" + sgl.gen(max_tokens=3, ignore_eos=True) + " and" + sgl.gen(max_tokens=2, ignore_eos=True)
-        >>> with SteppedEngine(model_path="dummy", max_total_tokens=256) as engine:
+        >>> with SteppedEngine(model_path="dummy", num_threads=1, max_total_tokens=256) as engine:
         ...     _ = two.run(backend=engine)
         ...     [record.usage.prompt_tokens for record in engine.records()], list(engine.messages.values())
         ([4, 11], [1])

@@ -14,7 +14,7 @@ from sgl.lang.backend import Backend
 
 @pytest.fixture(scope="module")
 def stepped() -> Iterator[SteppedEngine]:
-    with SteppedEngine(model_path="dummy", max_total_tokens=4096) as engine:
+    with SteppedEngine(model_path="dummy", num_threads=1, max_total_tokens=4096) as engine:
         yield engine
 
 
