@@ -168,8 +168,14 @@ class WorkerClient:
     @property
     def pid(self) -> int:
         """Of the worker process."""
-        assert self._process is not None
-        return self._process.pid
+        return self._worker.pid
+
+    @property
+    def _worker(self) -> subprocess.Popen[bytes]:
+        """The worker process, which there is once the constructor is through."""
+        if self._process is None:
+            raise EngineDead("the engine's worker was never started", hint="create a new engine")
+        return self._process
 
     @property
     def alive(self) -> bool:
@@ -269,9 +275,8 @@ class WorkerClient:
             self._exchange()
         except Exception as error:  # noqa: BLE001 - everyone who waits is told
             failure = internal_error("the connection to the engine's worker broke", error)
-            assert self._process is not None
-            self._process.kill()
-            self._process.wait()
+            self._worker.kill()
+            self._worker.wait()
             self._fail_all(EngineDead(failure.message, hint="create a new engine"))
 
     def _exchange(self) -> None:
@@ -293,8 +298,7 @@ class WorkerClient:
                 self._receive(unpack_to_client(self._socket.recv()))
             if self._pidfd in ready:
                 break
-        assert self._process is not None
-        status = self._process.wait()
+        status = self._worker.wait()
         while self._socket.poll(50):
             self._receive(unpack_to_client(self._socket.recv()))
         self._fail_all(self._obituary(status))
