@@ -201,7 +201,6 @@ def model_config(checkpoint: Mapping[str, Any], path: Path, override: Mapping[st
         UnsupportedModel: an architecture or a feature that is not known here.
         ConfigError: the same, where the override says so.
     """
-
     refuse = _Refusal(path, override)
     merged = {**_plain_rope(checkpoint), **_plain_rope(override)}
     names = merged.get("architectures")
