@@ -180,10 +180,10 @@ def test_wall_time_of_both_forms() -> None:
     rule = CleanRule(min_window_s=0.0)
     plan = PairPlan(pairs=1, turn_s=0.0, quiet_s=0.0, rule=rule)
     fields = {"model_path": "dummy", "num_threads": 1, "max_total_tokens": 4096}
-    report = compare_forms(named(["llm_judge"]), scale=TINY, seed=0, plan=plan, fields=fields, sampler=QuietMachine())
+    report = compare_forms(named(["hellaswag"]), scale=TINY, seed=0, plan=plan, fields=fields, sampler=QuietMachine())
     assert [(each.workload, each.baseline) for each in report.comparisons] == [
-        ("llm_judge", ONE_BY_ONE),
-        ("llm_judge", TOGETHER),
+        ("hellaswag", ONE_BY_ONE),
+        ("hellaswag", TOGETHER),
         ("no_reuse", CACHE_OFF),
     ]
     one_by_one, together, no_reuse = report.comparisons
