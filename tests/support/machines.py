@@ -7,11 +7,11 @@ import os
 from hypothesis import HealthCheck, settings
 
 LONG = os.environ.get("SGL_LONG") == "1"
-LONG_EXAMPLES, LONG_STEPS = 100, 100
+LONG_EXAMPLES, LONG_STEPS = 130, 100
 
 
 def walks(examples: int, steps: int) -> settings:
-    """`examples` walks of up to `steps` operations; in the long run 100 walks of 100."""
+    """`examples` walks of up to `steps` operations; in the long run 130 of up to 100, which are more than 10,000 in all."""
     if LONG:
         examples, steps = LONG_EXAMPLES, LONG_STEPS
     return settings(
