@@ -425,3 +425,18 @@ def test_recommendations_are_below_everything_that_is_said() -> None:
 
     assert sampling() == [(0.6, 20, 1.1), (0.0, 20, 1.1)]
     assert sampling(temperature=0.9, top_k=-1) == [(0.9, -1, 1.1), (0.0, -1, 1.1)]
+
+
+# --- the documentation ---
+
+
+def test_the_table_of_parameters_is_that_of_the_fields(root: Path) -> None:
+    page = (root / "runtime" / "README.md").read_text(encoding="utf-8")
+    table = page.partition("## Sampling parameters")[2].partition("\nOrder for each row")[0]
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines() if line.startswith("| `")]
+    defaults = Sampling()
+    assert [name.strip("`") for name, *_ in rows] == list(Sampling.__struct_fields__)
+    for name, default, *_ in rows:
+        value = getattr(defaults, name.strip("`"))
+        written = "drawn" if name == "`seed`" else "none" if value in ((), None) else str(value)
+        assert default.removeprefix("model's, else ") == written, name
