@@ -45,7 +45,7 @@ def start_seconds(fields: Mapping[str, Any]) -> float:
 
 def generate_seconds(engine: Engine, prompts: list[list[int]], new_tokens: int) -> float:
     """All prompts together, `new_tokens` each, on an empty cache."""
-    engine.flush_cache()
+    engine.flush_cache(wait_s=10.0)
     sampling = {"max_new_tokens": new_tokens, "temperature": 0, "ignore_eos": True}
     start = time.perf_counter()
     engine.generate(input_ids=prompts, sampling_params=sampling)

@@ -170,7 +170,15 @@ def test_an_outlier_that_is_clean_moves_the_interval_and_not_the_median() -> Non
 
 @pytest.mark.parametrize(
     ("count", "low", "high", "confidence"),
-    [(1, 0, 0, 0.0), (3, 0, 2, 0.75), (5, 0, 4, 0.9375), (6, 0, 5, 0.96875), (9, 1, 7, 0.9609375), (20, 5, 14, 0.9586)],
+    [
+        (1, 0, 0, 0.0),
+        (3, 0, 2, 0.75),
+        (5, 0, 4, 0.9375),
+        (6, 0, 5, 0.96875),
+        (8, 0, 7, 0.9921875),
+        (9, 1, 7, 0.9609375),
+        (20, 5, 14, 0.9586),
+    ],
 )
 def test_interval_by_order_statistics(count: int, low: int, high: int, confidence: float) -> None:
     values = [float(i) for i in range(count)]

@@ -15,6 +15,10 @@ from sgl.runtime.config import EngineConfig
 from sgl.runtime.engine import Engine
 
 
+_IDLE_S = 10.0
+"""In which an engine that has answered everything becomes idle."""
+
+
 class EngineAdapter(Adapter):
     """`settings` are fields of `EngineConfig`, as values or as text: two engines that differ in one of them make a
     measurement of that option."""
@@ -52,7 +56,7 @@ class EngineAdapter(Adapter):
 
     def forget(self) -> None:
         """Empty the prefix cache."""
-        self._engine.flush_cache()
+        self._engine.flush_cache(wait_s=_IDLE_S)
 
     def weights_digest(self) -> str | None:
         """Of the model as the loader builds it, from a process of its own."""
