@@ -1,7 +1,7 @@
 """Pages of the KV cache as numbers.
 
 Owns which pages are free. Does not own what a page holds (the radix tree and the sequences do) nor the memory itself
-(the model runner does). Only the scheduler calls it. A page that is freed twice, or was never handed out, raises
+(the model runner does). Only `paging` calls it. A page that is freed twice, or was never handed out, raises
 `InternalError` at once: a silent double free would let two sequences write one page.
 """
 

@@ -2,7 +2,7 @@
 
 Owns every page that more than one sequence may read: pages enter by `extend` and leave by `evict`, `discard` or `drop`.
 Does not own pages that one sequence alone uses, nor the free list, nor the order of eviction (a policy ranks, see
-`sgl.runtime.eviction`). Only the scheduler calls it.
+`sgl.runtime.eviction`). Only `paging` and `pins` call it.
 
 A node holds a run of tokens (a multiple of the page size) and its pages. A lock counts the sequences whose path goes
 through a node; locked nodes are never evicted, and an ancestor is locked at least as often as each descendant. A pin

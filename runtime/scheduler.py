@@ -1,12 +1,12 @@
-"""Decides what each step computes, and owns every page while doing so.
+"""Decides what each step computes.
 
-Owns the waiting and running requests, the page pool, the radix tree and the set of live sequences. Does not own
-programs, token ids or sampling. `schedule` builds the plan of one step, `process` takes its result; between the two
-nothing here changes. All calls come from the engine core's thread.
+Owns the waiting and running requests, and through `paging` and `pins`, which nobody else calls, every page and every
+live sequence. Does not own programs, token ids or sampling. `schedule` builds the plan of one step, `process` takes its
+result; between the two nothing here changes. All calls come from the engine core's thread.
 
-Order of side effects in `schedule`, per request: match the tree from where the sequence stands -> find pages (evict
-cached ones, then let go of idle states, then put back the request admitted last) -> publish the chunk's whole pages in
-the tree -> add the chunk. Publishing before the forward is what makes two requests of one step share a prefix: a layer
+Order of side effects in `schedule`, per request: match the tree from where the sequence stands -> find pages (from what
+does not run, then from a running request that is put back) -> publish the chunk's whole pages in the tree -> add the
+chunk. Publishing before the forward is what makes two requests of one step share a prefix: a layer
 writes all keys and values before any attention reads them. If the forward then fails, `reset` drops every page.
 
 Progress: the request admitted first is never put back; a request that could not even run alone is refused by `add`.

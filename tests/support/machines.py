@@ -11,7 +11,7 @@ LONG_EXAMPLES, LONG_STEPS = 130, 100
 
 
 def walks(examples: int, steps: int) -> settings:
-    """`examples` walks of up to `steps` operations; in the long run 130 of up to 100, which are more than 10,000 in all."""
+    """`examples` walks of up to `steps` operations; in the long run 130 of up to 100: above 10,000 operations."""
     if LONG:
         examples, steps = LONG_EXAMPLES, LONG_STEPS
     return settings(
