@@ -14,7 +14,6 @@ from sgl.errors import BenchError
 from sgl.runtime.config import EngineConfig
 from sgl.runtime.engine import Engine
 
-
 _IDLE_S = 10.0
 """In which an engine that has answered everything becomes idle."""
 
