@@ -1,4 +1,4 @@
-"""The table of torch references, without torch.
+"""The table of torch references and of what comes with them, without torch.
 
 Imported by the package itself, so that the registry is never empty. Each entry loads its module when it is called
 first: `sgl doctor` and the client half list the ops for free.
@@ -32,6 +32,7 @@ _REFERENCES = {
     "rotary": "sgl.kernels.elementwise",
     "silu_mul": "sgl.kernels.elementwise",
     "kv_write": "sgl.kernels.attention",
+    "plan_attention": "sgl.kernels.attention",
     "paged_attention": "sgl.kernels.attention",
 }
 
@@ -50,3 +51,11 @@ def _(*args: Any, **kwargs: Any) -> Any:
 
 
 _fixed_blocks = _lazily("sgl.kernels.deterministic", "paged_attention")
+
+for _op in ("rms_norm", "rotary", "silu_mul", "kv_write", "plan_attention", "paged_attention"):
+    registry.register(
+        _op,
+        "native",
+        priority=20,
+        supports=lambda facts: None if facts.native else "the engine does not run on the native kernels",
+    )(_lazily("sgl.kernels.native.ops", _op))

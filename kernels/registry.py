@@ -28,6 +28,8 @@ class OpFacts(msgspec.Struct, frozen=True, kw_only=True):
     page_size: int = 1
     deterministic: bool = False
     """Every row's result must be the same bits whatever else is in the step."""
+    native: bool = False
+    """The native library is loaded, activations are float32 on the CPU, and weights are packed for it."""
 
 
 class Implementation(msgspec.Struct, frozen=True):

@@ -10,6 +10,9 @@ GATHERED_SLOTS = 65_536
 """Slots of the pool that attention of single tokens gathers at a time. Sequences are taken in groups below it: without
 that bound, 64 sequences that share a long prefix would copy it 64 times at once."""
 
+NATIVE_SPLIT = 512
+"""Keys of one part of a context that the native kernels compute apart (`SPLIT` of attention.h)."""
+
 
 def rows_at_once(context_len: int) -> int:
     """Sequences of `context_len` tokens that attention of single tokens takes in one go.
@@ -40,3 +43,13 @@ def prefill_attention_bytes(
     every head, and the mask as booleans and as numbers."""
     copies = num_kv_heads + (num_heads if num_heads != num_kv_heads else 0)
     return 2 * context_len * copies * head_dim * each + num_tokens * context_len * (1 + each)
+
+
+def native_attention_bytes(rows: int, context_len: int, num_heads: int, head_dim: int) -> int:
+    """The native kernels' attention of `rows` single tokens: a partial result for each head and `NATIVE_SPLIT` keys.
+
+    Example:
+        >>> native_attention_bytes(1, 1000, num_heads=2, head_dim=4)
+        352
+    """
+    return rows * -(-context_len // NATIVE_SPLIT) * num_heads * (head_dim + 18) * 4

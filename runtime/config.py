@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, cast, get_args
+from typing import Annotated, Any, Literal, cast
 
 import msgspec
 from msgspec import Meta
@@ -25,8 +25,7 @@ from sgl.runtime.memory_plan import (
     shortage,
     weights_bytes,
 )
-
-Dtype = Literal["float32", "bfloat16", "float16"]
+from sgl.runtime.numerics import Dtype, Kernels, Quantization, decide_numerics
 
 # Bounds belong to the number, not to the union with None: msgspec refuses them there.
 Count = Annotated[int, Meta(ge=1)]
@@ -65,6 +64,14 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], Meta(description="Weights and KV cache.")] = (
         "auto"
     )
+    quantization: Annotated[
+        Literal["auto", "none", "gguf", "int8", "int4"],
+        Meta(description="On a CPU: `gguf` keeps the blocks of a GGUF file, `int8` and `int4` round weights at load."),
+    ] = "auto"
+    kernels: Annotated[
+        Literal["auto", "torch", "native"],
+        Meta(description="Whose kernels compute on a CPU; `native` ones are compiled at first use."),
+    ] = "auto"
     device: Annotated[Literal["auto", "cpu", "cuda"], Meta(description="Where the model runs.")] = "auto"
     context_length: Annotated[Count | None, Meta(description="Longest sequence; the model's own by default.")] = None
     allow_longer_context: Annotated[
@@ -203,6 +210,8 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
         longest_context_len: what the model's rope scaling can be used for, where that is more than its own default.
         largest_tensor: numbers in the largest weight.
         weights_kind: form of the checkpoint (`gguf`, `safetensors`, `dummy`).
+        packed_bytes: size of a GGUF file's weights as the native kernels keep them.
+        native, native_obstacle: what the native kernels are or would be built with; why they cannot be.
     """
 
     cpu_count: int
@@ -224,6 +233,9 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     largest_tensor: int = 0
     checkpoint_dtype: str = "float32"
     weights_kind: str = "safetensors"
+    packed_bytes: int = 0
+    native: str = ""
+    native_obstacle: str = "nobody looked whether the native kernels can be built"
 
 
 class Reason(msgspec.Struct, frozen=True, array_like=True):
@@ -239,6 +251,8 @@ class ResolvedConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     dtype: Dtype
     device: Literal["cpu", "cuda"]
+    quantization: Quantization = "none"
+    kernels: Kernels = "torch"
     context_len: int
     page_size: int
     num_pages: int
@@ -302,6 +316,8 @@ def resolve(config: EngineConfig, facts: Facts) -> ResolvedConfig:
     return ResolvedConfig(
         dtype=cast(Dtype, sizes.dtype),
         device=sizes.device,
+        quantization=sizes.quantization,
+        kernels=sizes.kernels,
         context_len=sizes.context_len,
         page_size=config.page_size,
         num_pages=sizes.pool_tokens // config.page_size,
@@ -312,7 +328,7 @@ def resolve(config: EngineConfig, facts: Facts) -> ResolvedConfig:
         rerender=config.rerender,
         random_seed=decided.random_seed,
         num_threads=decided.num_threads,
-        weights_bytes=weights_bytes(facts, sizes.dtype),
+        weights_bytes=weights_bytes(facts, sizes.dtype, sizes.quantization),
         kv_bytes_per_token=token,
         schedule_policy=config.schedule_policy,
         radix_eviction_policy=config.radix_eviction_policy,
@@ -389,14 +405,9 @@ def _decide(config: EngineConfig, facts: Facts) -> _Decided:
     elif device == "cuda" and not facts.cuda_bytes:
         raise ConfigError("device is cuda, but no CUDA device was found", hint="set device to cpu", param="device")
 
-    dtype: Any = config.dtype
-    if dtype == "auto":
-        if device == "cpu":
-            dtype = decide("dtype", "float32", "exact on the CPU, and fastest with plain torch at batch 1")
-        else:
-            known = facts.checkpoint_dtype if facts.checkpoint_dtype in get_args(Dtype) else "bfloat16"
-            dtype = decide("dtype", "bfloat16" if known == "float32" else known, "the checkpoint's, at most 16 bits")
-
+    numerics = decide_numerics(config, facts, device)
+    reasons.extend(Reason(*reason) for reason in numerics.reasons)
+    dtype = numerics.dtype
     if config.enable_deterministic_inference and (device, dtype) != ("cpu", "float32"):
         raise ConfigError(
             f"enable_deterministic_inference works with float32 on the CPU, not with {dtype} on {device}",
@@ -444,6 +455,8 @@ def _decide(config: EngineConfig, facts: Facts) -> _Decided:
     sizes = Sizes(
         device=device,
         dtype=dtype,
+        quantization=numerics.quantization,
+        kernels=numerics.kernels,
         context_len=context_len,
         pool_tokens=0,
         max_running_requests=running,

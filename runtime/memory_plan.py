@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Literal
 import msgspec
 
 from sgl.errors import ConfigError
-from sgl.kernels.workspace import decode_attention_bytes, prefill_attention_bytes
+from sgl.kernels.workspace import decode_attention_bytes, native_attention_bytes, prefill_attention_bytes
 from sgl.limits import DEFAULT_LIMITS
+from sgl.runtime.numerics import Kernels, Quantization
 
 if TYPE_CHECKING:
     from sgl.runtime.config import EngineConfig, Facts, ResolvedConfig
@@ -30,6 +31,9 @@ When = Literal["always", "loading", "serving"]
 
 BYTES_OF = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Size of one number by dtype."""
+
+_BLOCK_BYTES = {"int8": 34, "int4": 20}
+"""Of 32 weights with their scales."""
 
 USABLE_SHARE = 0.9
 """Of what is available; the rest is for fragmentation and for the neighbours."""
@@ -125,6 +129,8 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
 
     device: Literal["cpu", "cuda"]
     dtype: str
+    quantization: Quantization = "none"
+    kernels: Kernels = "torch"
     context_len: int
     pool_tokens: int
     max_running_requests: int
@@ -136,6 +142,8 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
         return cls(
             device=config.device,
             dtype=config.dtype,
+            quantization=config.quantization,
+            kernels=config.kernels,
             context_len=config.context_len,
             pool_tokens=config.pool_tokens,
             max_running_requests=config.max_running_requests,
@@ -153,8 +161,14 @@ def size_text(number: int) -> str:
     return f"{number / GiB:.2f} GiB" if number >= GiB else f"{number / MiB:.0f} MiB"
 
 
-def weights_bytes(facts: Facts, dtype: str) -> int:
-    """Weights once loaded; quantized ones are expanded."""
+def weights_bytes(facts: Facts, dtype: str, quantization: Quantization = "none") -> int:
+    """Weights once loaded; those of a quantized file are expanded unless `quantization` keeps them."""
+    if quantization == "gguf":
+        return facts.packed_bytes
+    if quantization != "none":
+        tables = min(2 * facts.vocab_size * facts.hidden_size, facts.num_parameters)  # 8 bits at least
+        rest = facts.num_parameters - tables
+        return (tables * _BLOCK_BYTES["int8"] + rest * _BLOCK_BYTES[quantization]) // 32
     return facts.num_parameters * BYTES_OF[dtype]
 
 
@@ -170,9 +184,10 @@ def plan_memory(sizes: Sizes, facts: Facts, static_share: float | None = None) -
     items = (
         MemoryItem(
             "weights",
-            weights_bytes(facts, sizes.dtype),
+            weights_bytes(facts, sizes.dtype, sizes.quantization),
             "always",
-            f"{facts.num_parameters / 1e6:.1f} million parameters in {sizes.dtype}",
+            f"{facts.num_parameters / 1e6:.1f} million parameters in "
+            f"{sizes.dtype if sizes.quantization == 'none' else sizes.quantization}",
         ),
         _base(facts, cuda=cuda),
         MemoryItem(
@@ -231,7 +246,7 @@ def _base(facts: Facts, *, cuda: bool) -> MemoryItem:
 
 def _activations(sizes: Sizes, facts: Facts) -> MemoryItem:
     """What one layer holds for every token of the largest step, whichever of its two halves holds more."""
-    each = BYTES_OF[sizes.dtype]
+    each = BYTES_OF["float32" if sizes.kernels == "native" else sizes.dtype]
     wide = 12  # norms and rotary angles are computed in float32, in up to three copies
     projected = (facts.num_heads + 2 * facts.num_kv_heads) * facts.head_dim
     attention = 3 * projected * each
@@ -245,6 +260,12 @@ def _activations(sizes: Sizes, facts: Facts) -> MemoryItem:
 
 def _attention(sizes: Sizes, facts: Facts) -> MemoryItem:
     context = min(sizes.context_len, sizes.pool_tokens)
+    if sizes.kernels == "native":
+        rows = sizes.chunked_prefill_size
+        total = native_attention_bytes(rows, context, facts.num_heads, facts.head_dim)
+        return MemoryItem(
+            "attention", total, "serving", f"partial results of {rows} single tokens looking at {context}"
+        )
     each = BYTES_OF[sizes.dtype]
     prefill = prefill_attention_bytes(
         sizes.chunked_prefill_size, context, facts.num_heads, facts.num_kv_heads, facts.head_dim, each

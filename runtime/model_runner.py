@@ -9,14 +9,18 @@ Shapes: T tokens of the step, R rows of logits, V vocabulary, S slots of the poo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from sgl.errors import ConfigError
+from sgl.kernels import registry
 from sgl.kernels.attention import AttentionPlan, plan_attention
 from sgl.kernels.deterministic import ROWS
+from sgl.kernels.native import library
+from sgl.kernels.registry import OpFacts
 from sgl.runtime.config import GiB, ResolvedConfig
 from sgl.runtime.models.registry import CausalLM, ModelConfig
 from sgl.runtime.plan import PageCopy, StepPlan
@@ -32,13 +36,24 @@ class ForwardBatch:
     """`[T]` int64, position of each token in its sequence."""
     logit_rows: torch.Tensor
     """`[R]` int64, tokens of the step whose logits are wanted."""
-    attention: AttentionPlan
+    attention: AttentionPlan | Any
+    """What the model's attention wants: `AttentionPlan`, or another implementation's own plan."""
 
     @classmethod
     def from_plan(
-        cls, plan: StepPlan, page_size: int, device: torch.device | str = "cpu", *, multiple: int = 1
+        cls,
+        plan: StepPlan,
+        page_size: int,
+        device: torch.device | str = "cpu",
+        *,
+        multiple: int = 1,
+        plan_attention: Callable[..., Any] = plan_attention,
     ) -> ForwardBatch:
-        """The tensors of `plan`; tokens and rows of logits are filled up to a multiple of `multiple`."""
+        """The tensors of `plan`; tokens and rows of logits are filled up to a multiple of `multiple`.
+
+        Args:
+            plan_attention: the op of that name that goes with the model's attention.
+        """
         token_ids: list[int] = []
         positions: list[int] = []
         logit_rows: list[int] = []
@@ -117,12 +132,16 @@ class ModelRunner:
     def __init__(self, model: CausalLM, model_config: ModelConfig, resolved: ResolvedConfig) -> None:
         if resolved.device == "cpu":
             torch.set_num_threads(resolved.num_threads)
+        if resolved.kernels == "native":
+            library.library().sgl_set_threads(resolved.num_threads)
         self.model = model
         self.model_config = model_config
         self.device = torch.device(resolved.device)
         self.page_size = resolved.page_size
         # Torch's matmuls compute a row in the same way for every such number of rows, and not for others.
         self._multiple = ROWS if resolved.deterministic else 1
+        facts = OpFacts(device=resolved.device, dtype=resolved.dtype, native=resolved.kernels == "native")
+        self._plan_attention = registry.get("plan_attention", facts)
         dtype = getattr(torch, resolved.dtype)
         self.cache = KVCache(model_config, resolved.num_pages, resolved.page_size, dtype, self.device)
 
@@ -133,6 +152,8 @@ class ModelRunner:
             return torch.empty(0, self.model_config.vocab_size, dtype=torch.float32, device=self.device)
         if plan.copies:
             self.cache.copy(plan.copies)
-        batch = ForwardBatch.from_plan(plan, self.page_size, self.device, multiple=self._multiple)
+        batch = ForwardBatch.from_plan(
+            plan, self.page_size, self.device, multiple=self._multiple, plan_attention=self._plan_attention
+        )
         num_rows = sum(len(chunk.logit_offsets) for chunk in plan.chunks)
         return self.model(batch, self.cache)[:num_rows]

@@ -298,6 +298,7 @@ def build_core(
         faults = parse_faults(config.fault_points, allowed=environment.read(SWITCH) == "1")
 
     from sgl.runtime.loading.checkpoint import open_checkpoint
+    from sgl.runtime.loading.facts import load_native_kernels
     from sgl.runtime.loading.sources import locate
 
     processors = load_processors(config.logit_processors)
@@ -332,8 +333,15 @@ def build_core(
     if resolved.memory is not None:
         progress(f"loading {source.name}: {resolved.memory.summary()}")
         log.info("memory plan of %s: %s", source.name, resolved.memory.summary())
+    if resolved.kernels == "native":
+        load_native_kernels(progress)
     model = checkpoint.build_model(
-        resolved.dtype, resolved.device, deterministic=resolved.deterministic, context_len=resolved.context_len
+        resolved.dtype,
+        resolved.device,
+        deterministic=resolved.deterministic,
+        context_len=resolved.context_len,
+        kernels=resolved.kernels,
+        quantization=resolved.quantization,
     )
     runner = ModelRunner(model, checkpoint.config, resolved)
     sampler = Sampler(tokenizer.vocab_size, processors)

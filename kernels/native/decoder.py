@@ -3,7 +3,7 @@
 Owns the C description of a model's layers, made once. A model of pre-norm layers with grouped-query attention, rotary
 embedding and a gated feed-forward block is described by `LayerWeights`; `Decoder.forward` then computes a step.
 
-Shapes: T tokens of the step, N hidden size, D head size, R rows of logits, V vocabulary.
+Shapes: T tokens of the step, N hidden size, D head size, K key/value heads, S slots of the pool.
 """
 
 from __future__ import annotations
@@ -103,7 +103,6 @@ class Decoder:
             scale,
             heads(num_heads, num_kv_heads, head_dim, page_size, self._held[1][0][0].dtype),
         )
-        self._eps = eps
         self._function = library().sgl_decoder
 
     def forward(self, x_TN: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor], plan: NativePlan) -> torch.Tensor:
@@ -112,24 +111,6 @@ class Decoder:
         step = CStep(plan.num_tokens, len(plan.chunks), plan.chunks, cos.data_ptr(), sin.data_ptr(), x_TN.data_ptr())
         self._function(ctypes.byref(self._shape), self._layers, len(self._layers), ctypes.byref(step))
         return x_TN
-
-    def head(
-        self, x_TN: torch.Tensor, rows_R: torch.Tensor, norm_N: torch.Tensor, weight: PackedWeight
-    ) -> torch.Tensor:
-        """Logits `[R, V]` of the wanted rows: the last norm, and the product with the head."""
-        normed = torch.empty(len(rows_R), x_TN.shape[1])
-        out = torch.empty(len(rows_R), weight.shape[0])
-        library().sgl_head(
-            norm_N.data_ptr(),
-            weight.address,
-            self._eps,
-            x_TN.data_ptr(),
-            rows_R.data_ptr(),
-            len(rows_R),
-            normed.data_ptr(),
-            out.data_ptr(),
-        )
-        return out
 
 
 def _layer(weights: LayerWeights, keys: torch.Tensor, values: torch.Tensor) -> CLayer:

@@ -168,7 +168,6 @@ def open_library(path: str) -> ctypes.CDLL:
         "sgl_argmax": (None, [pointer, integer, integer, integer, pointer]),
         "sgl_attention": (None, [pointer, pointer, integer, pointer, pointer, pointer, pointer]),
         "sgl_decoder": (None, [pointer, pointer, integer, pointer]),
-        "sgl_head": (None, [pointer, pointer, number, pointer, pointer, integer, pointer, pointer]),
     }
     for name, (result, arguments) in signatures.items():
         function = getattr(library, name)

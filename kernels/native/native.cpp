@@ -122,13 +122,4 @@ void sgl_decoder(const Shape* shape, const Layer* layers, int64_t count, const S
     });
 }
 
-// The last norm and the head, for chosen rows of x; `normed` has room for them.
-void sgl_head(const float* norm, const Weight* w, float eps, const float* x, const int64_t* rows, int64_t count,
-              float* normed, float* out) {
-    for_each(count, [&](int64_t i) {
-        rms_norm_row(x + rows[i] * w->cols, norm, w->cols, eps, normed + i * w->cols);
-    });
-    linear(w, normed, count, out);
-}
-
 }  // extern "C"

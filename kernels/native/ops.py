@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -52,6 +53,17 @@ class NativePlan:
     page_size: int
     tables: tuple[npt.NDArray[np.int32], ...]
     """What `chunks` points to."""
+
+    @cached_property
+    def write_slots(self) -> torch.Tensor:
+        """`[T]`, slot of each token of the step, for layers that are computed op by op."""
+        slots = []
+        for chunk, table in zip(self.chunks, self.tables, strict=True):
+            positions = np.arange(chunk.start, chunk.start + chunk.length)
+            slots.append(
+                table[positions // self.page_size].astype(np.int64) * self.page_size + positions % self.page_size
+            )
+        return torch.from_numpy(np.concatenate(slots))
 
 
 def plan_attention(
@@ -118,6 +130,18 @@ def argmax(logits_RV: torch.Tensor) -> torch.Tensor:
 def heads(num_heads: int, num_kv_heads: int, head_dim: int, page_size: int, dtype: torch.dtype) -> CHeads:
     """The shape of attention over a pool of `dtype`."""
     return CHeads(num_heads, num_kv_heads, head_dim, page_size, int(dtype == torch.bfloat16), 0)
+
+
+def kv_write(
+    keys_SKD: torch.Tensor,
+    values_SKD: torch.Tensor,
+    key_TKD: torch.Tensor,
+    value_TKD: torch.Tensor,
+    slots_T: torch.Tensor,
+) -> None:
+    """See `attention.kv_write`; numbers are rounded to the pool's dtype."""
+    keys_SKD.index_copy_(0, slots_T, key_TKD.to(keys_SKD.dtype))
+    values_SKD.index_copy_(0, slots_T, value_TKD.to(values_SKD.dtype))
 
 
 def paged_attention(

@@ -14,16 +14,18 @@ import math
 from collections import deque
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from sgl.errors import CorruptModel, UnsupportedModel
+from sgl.kernels.native.types import TYPES, packed_bytes
 from sgl.runtime.config import Facts
 from sgl.runtime.loading.facts import gather_facts
 from sgl.runtime.loading.folder import json_object, model_file
-from sgl.runtime.loading.gguf_reader import GGUFFile
+from sgl.runtime.loading.gguf_reader import GGUFFile, TensorInfo
 from sgl.runtime.loading.shapes import (
     GGUF_ROPE_TENSORS,
     config_from_folder,
@@ -34,10 +36,13 @@ from sgl.runtime.loading.shapes import (
 from sgl.runtime.loading.sources import ModelSource
 from sgl.runtime.loading.tokenizer_cache import gguf_tokenizer
 from sgl.runtime.models.registry import ModelConfig, model_class
+from sgl.runtime.numerics import Kernels, Quantization
 from sgl.runtime.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     import torch
+
+    from sgl.runtime.loading.placing import Blocks
 
 _DUMMY_SEED = 20250101
 _GGUF_NAMES = {
@@ -102,7 +107,8 @@ class Checkpoint:
 
     def facts(self) -> Facts:
         """Machine and model, for `runtime.config.resolve`."""
-        return gather_facts(self.config, weights_kind=self.source.kind)
+        packed = 0 if self._gguf is None else sum(_packed_bytes(info) for info in self._gguf.tensors.values())
+        return gather_facts(self.config, weights_kind=self.source.kind, packed_bytes=packed)
 
     def build_model(
         self,
@@ -111,10 +117,13 @@ class Checkpoint:
         *,
         deterministic: bool = False,
         context_len: int | None = None,
+        kernels: Kernels = "torch",
+        quantization: Quantization = "none",
     ) -> torch.nn.Module:
         """The model with its weights in `dtype` on `device`, ready for `ModelRunner`.
 
         Args:
+            kernels, quantization: `native` packs the weights for the native kernels, which must be loaded.
             context_len: what the engine resolved; two kinds of rope scaling are decided on it (`models/rope.py`).
 
         Raises:
@@ -123,17 +132,26 @@ class Checkpoint:
         """
         import torch
 
+        from sgl.runtime.loading.placing import NativePlacing, Placing, TorchPlacing
+
         torch_dtype: torch.dtype = getattr(torch, dtype)
+        placing: Placing
+        if kernels == "native":
+            placing, activations = NativePlacing(torch_dtype, quantization), torch.float32
+        else:
+            # Tensors of a folder lie in a mapped file, which may be changed or cut while the model lives.
+            placing, activations = TorchPlacing(torch_dtype, device, copy=self.folder is not None), torch_dtype
         model: torch.nn.Module = model_class(self.config.architecture)(
             msgspec.structs.replace(self.config, context_len=context_len),
-            dtype=torch_dtype,
+            dtype=activations,
             device=torch.device(device),
             deterministic=deterministic,
+            native=kernels == "native",
         )
         expected = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
         missing = dict(expected)
         unexpected: list[str] = []
-        for name, tensor in self._tensors(expected):
+        for name, tensor in self._tensors(expected, keep_blocks=quantization == "gguf"):
             if name not in missing:
                 # A tied head may be stored beside the table it repeats.
                 if not (name == "lm_head.weight" and self.config.tie_word_embeddings):
@@ -146,9 +164,7 @@ class Checkpoint:
                     hint="config and weights belong to different models, or the file is damaged: fetch it again",
                 )
             owner, _, leaf = name.rpartition(".")
-            # Tensors of a folder lie in a mapped file, which may be changed or cut while the model lives.
-            value = tensor.to(dtype=torch_dtype, device=device, copy=self.folder is not None).contiguous()
-            model.get_submodule(owner).register_parameter(leaf, torch.nn.Parameter(value, requires_grad=False))
+            placing.place(model.get_submodule(owner), leaf, tensor)
         for what, names in (("lacks", sorted(missing)), ("has unexpected", sorted(unexpected))):
             if names:
                 listed = ", ".join(names[:_MAX_NAMED]) + (", ..." if len(names) > _MAX_NAMED else "")
@@ -156,13 +172,16 @@ class Checkpoint:
                     f"{self.source.name} {what} {len(names)} tensors: {listed}",
                     hint="config and weights belong to different models, or the file is damaged: fetch it again",
                 )
+        placing.finish(model)
         return model.eval()
 
-    def _tensors(self, expected: dict[str, tuple[int, ...]]) -> Iterator[tuple[str, torch.Tensor]]:
+    def _tensors(
+        self, expected: dict[str, tuple[int, ...]], *, keep_blocks: bool
+    ) -> Iterator[tuple[str, torch.Tensor | Blocks]]:
         if self.source.kind == "dummy":
             return _dummy_tensors(expected)
         if self._gguf is not None:
-            return _gguf_tensors(self._gguf, self.config)
+            return _gguf_tensors(self._gguf, self.config, keep_blocks=keep_blocks)
         if self.folder is None:
             raise UnsupportedModel(f"{self.source.name} has no weights", hint="set load_format to dummy")
         return _safetensors(self.folder)
@@ -200,13 +219,19 @@ def _dummy_tensors(expected: dict[str, tuple[int, ...]]) -> Iterator[tuple[str, 
             yield name, torch.randn(shape, generator=generator) * shape[-1] ** -0.5
 
 
-def _gguf_tensors(file: GGUFFile, config: ModelConfig) -> Iterator[tuple[str, torch.Tensor]]:
+def _gguf_tensors(
+    file: GGUFFile, config: ModelConfig, *, keep_blocks: bool
+) -> Iterator[tuple[str, torch.Tensor | Blocks]]:
     import torch
+
+    from sgl.runtime.loading.placing import Blocks
 
     file.read_ahead()
     names = [name for name in file.tensors if name not in GGUF_ROPE_TENSORS]
+    kept = [name for name in names if keep_blocks and _can_be_kept(file.tensors[name])]
     heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
-    for name, values in _decoded(file, names):
+    decoded = _decoded(file, [name for name in names if name not in set(kept)])
+    for name, values in chain(((name, file.rows(name)) for name in kept), decoded):
         stem, _, leaf = name.rpartition(".")
         prefix = ""
         if stem.startswith("blk.") and stem.count(".") > 1:
@@ -214,7 +239,21 @@ def _gguf_tensors(file: GGUFFile, config: ModelConfig) -> Iterator[tuple[str, to
             prefix = f"model.layers.{layer}."
         if stem in heads:
             values = _halves_layout(values, heads[stem])
-        yield f"{prefix}{_GGUF_NAMES.get(stem, stem)}.{leaf}", torch.from_numpy(values)
+        info = file.tensors[name]
+        tensor = Blocks(values, info.type_name, info.shape) if name in kept else torch.from_numpy(values)
+        yield f"{prefix}{_GGUF_NAMES.get(stem, stem)}.{leaf}", tensor
+
+
+def _can_be_kept(info: TensorInfo) -> bool:
+    """Whether the native kernels multiply a tensor as the file has it: a matrix of a type that they know."""
+    return len(info.shape) == 2 and info.type_name in TYPES
+
+
+def _packed_bytes(info: TensorInfo) -> int:
+    """What a tensor of a GGUF file takes for the native kernels; what they do not know becomes bfloat16."""
+    if len(info.shape) != 2:
+        return 4 * math.prod(info.shape)
+    return packed_bytes(info.type_name if _can_be_kept(info) else "BF16", *info.shape)
 
 
 def _decoded(file: GGUFFile, names: list[str]) -> Iterator[tuple[str, Any]]:

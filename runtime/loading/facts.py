@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Callable
 from pathlib import Path
 
+from sgl.errors import ConfigError
 from sgl.kernels.native import library
 from sgl.runtime.config import Facts
 from sgl.runtime.loading.cache import cache_folder
@@ -68,6 +70,25 @@ def native_kernels() -> tuple[str, str]:
     except library.NativeUnavailable as reason:
         return "", str(reason)
     return f"{build.instruction_set}, {build.compiler}", ""
+
+
+def load_native_kernels(progress: Callable[[str], None] = lambda text: None) -> None:
+    """Load the native library, building it if need be.
+
+    Raises:
+        ConfigError: it cannot be built after all, with the option that goes around it.
+    """
+    try:
+        build = library.plan(native_folder())
+        if not build.done:
+            progress(f"compiling the native kernels for {build.instruction_set}, once")
+        library.load(native_folder())
+    except library.NativeUnavailable as reason:
+        raise ConfigError(
+            f"the native kernels cannot be used: {reason}",
+            hint="set dtype to float32 and quantization to none",
+            param="quantization",
+        ) from None
 
 
 def native_folder() -> Path:

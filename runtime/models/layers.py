@@ -16,6 +16,8 @@ from torch import nn
 from torch.nn import functional
 
 from sgl.kernels import registry
+from sgl.kernels.native.ops import linear
+from sgl.kernels.native.weights import PackedWeight
 from sgl.kernels.registry import OpFacts
 from sgl.runtime.models.registry import ModelConfig
 
@@ -27,7 +29,9 @@ def _parameter(*shape: int, dtype: torch.dtype) -> nn.Parameter:
     return nn.Parameter(torch.empty(*shape, dtype=dtype, device="meta"), requires_grad=False)
 
 
-def op_facts(config: ModelConfig, dtype: torch.dtype, device: torch.device, *, deterministic: bool) -> OpFacts:
+def op_facts(
+    config: ModelConfig, dtype: torch.dtype, device: torch.device, *, deterministic: bool, native: bool = False
+) -> OpFacts:
     """What the registry may decide on for this model."""
     return OpFacts(
         device=device.type,
@@ -36,30 +40,60 @@ def op_facts(config: ModelConfig, dtype: torch.dtype, device: torch.device, *, d
         num_heads=config.num_attention_heads,
         num_kv_heads=config.num_key_value_heads,
         deterministic=deterministic,
+        native=native,
     )
 
 
 class Linear(nn.Module):
-    """`x @ weight.T + bias`; weight `[out, in]`."""
+    """`x @ weight.T + bias`; weight `[out, in]`, a parameter or packed for the native kernels.
 
-    def __init__(self, in_features: int, out_features: int, *, bias: bool, dtype: torch.dtype) -> None:
+    Args:
+        is_head: its products are logits, which bear less rounding.
+    """
+
+    def __init__(
+        self, in_features: int, out_features: int, *, bias: bool, dtype: torch.dtype, is_head: bool = False
+    ) -> None:
         super().__init__()
         self.weight = _parameter(out_features, in_features, dtype=dtype)
         self.bias = _parameter(out_features, dtype=dtype) if bias else None
+        self.packed: PackedWeight | None = None
+        self.is_head = is_head
+
+    def hold(self, packed: PackedWeight) -> None:
+        """Compute with packed weights from now on; the bias, if any, is theirs to add."""
+        del self.weight
+        self.packed = packed
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.packed is not None:
+            return linear(x, self.packed)
         return functional.linear(x, self.weight, self.bias)
 
 
 class Embedding(nn.Module):
-    """Rows of a table by token id; weight `[vocabulary, N]`."""
+    """Rows of a table by token id; weight `[vocabulary, N]`, a parameter or packed for the native kernels."""
 
     def __init__(self, vocab_size: int, hidden_size: int, *, dtype: torch.dtype) -> None:
         super().__init__()
         self.weight = _parameter(vocab_size, hidden_size, dtype=dtype)
+        self.packed: PackedWeight | None = None
+
+    def hold(self, packed: PackedWeight) -> None:
+        """Read from a packed table from now on."""
+        del self.weight
+        self.packed = packed
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
+        if self.packed is not None:
+            return self.packed.take(token_ids)
         return functional.embedding(token_ids, self.weight)
+
+    def project(self, x: torch.Tensor) -> torch.Tensor:
+        """Products with every row: the table as a head."""
+        if self.packed is not None:
+            return linear(x, self.packed)
+        return functional.linear(x, self.weight)
 
 
 class RMSNorm(nn.Module):

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
-from torch.nn import functional
 
 from sgl.errors import UnsupportedModel
 from sgl.kernels.registry import OpFacts
+from sgl.runtime.models.fused import FusedLayers
 from sgl.runtime.models.layers import Attention, Embedding, GatedMLP, Linear, RMSNorm, op_facts
 from sgl.runtime.models.registry import ModelConfig, register_model
 from sgl.runtime.models.rope import rotary
@@ -44,10 +44,13 @@ class DecoderLayer(nn.Module):
 class LlamaModel(nn.Module):
     """Everything below the head."""
 
-    def __init__(self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device, deterministic: bool) -> None:
+    def __init__(
+        self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device, deterministic: bool, native: bool
+    ) -> None:
         super().__init__()
-        facts = op_facts(config, dtype, device, deterministic=deterministic)
+        facts = op_facts(config, dtype, device, deterministic=deterministic, native=native)
         self.dtype = dtype
+        self.fused = FusedLayers(config) if native else None
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, dtype=dtype)
         self.layers = nn.ModuleList(
             DecoderLayer(config, layer, dtype=dtype, facts=facts) for layer in range(config.num_hidden_layers)
@@ -59,6 +62,8 @@ class LlamaModel(nn.Module):
         """Hidden states `[T, N]`, before the last norm."""
         x_TN = self.embed_tokens(batch.token_ids)
         angles = self.rotary.angles(batch.positions, self.dtype)
+        if self.fused is not None:
+            return self.fused(self.layers, x_TN, angles, batch, cache)
         for layer in self.layers:
             x_TN = layer(x_TN, angles, batch, cache)
         return x_TN
@@ -72,23 +77,30 @@ class LlamaForCausalLM(nn.Module):
         dtype: of weights and activations.
         device: where the weights will be put by the loader; parameters stay on the meta device until then.
         deterministic: choose ops whose rows do not depend on what else is in the step.
+        native: the loader packs the weights for the native kernels, which compute all layers in one call.
 
     Raises:
         UnsupportedModel: an activation that is not known here.
     """
 
     def __init__(
-        self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device, deterministic: bool = False
+        self,
+        config: ModelConfig,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        deterministic: bool = False,
+        native: bool = False,
     ) -> None:
         super().__init__()
         if config.hidden_act != "silu":
             raise UnsupportedModel(f"hidden_act is {config.hidden_act!r}", hint="supported is silu")
         self.vocab_size = config.vocab_size
-        self.model = LlamaModel(config, dtype=dtype, device=device, deterministic=deterministic)
+        self.model = LlamaModel(config, dtype=dtype, device=device, deterministic=deterministic, native=native)
         self.lm_head = (
             None
             if config.tie_word_embeddings
-            else Linear(config.hidden_size, config.vocab_size, bias=False, dtype=dtype)
+            else Linear(config.hidden_size, config.vocab_size, bias=False, dtype=dtype, is_head=True)
         )
 
     def forward(self, batch: ForwardBatch, cache: KVCache) -> torch.Tensor:
@@ -97,5 +109,5 @@ class LlamaForCausalLM(nn.Module):
         if not len(batch.logit_rows):
             return torch.empty(0, self.vocab_size, dtype=torch.float32, device=x_TN.device)
         x_RN = self.model.norm(x_TN[batch.logit_rows])
-        weight_VN = self.model.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
-        return functional.linear(x_RN, weight_VN).float()
+        head = self.model.embed_tokens.project if self.lm_head is None else self.lm_head
+        return head(x_RN).float()

@@ -46,7 +46,7 @@ def logits_of(
     checkpoint: Checkpoint, tokens: list[int], *, context_len: int | None = None, dtype: str = "float32"
 ) -> torch.Tensor:
     """Logits `[T, V]` of all positions, computed in chunks of 100 tokens."""
-    config = EngineConfig(device="cpu", dtype=dtype, max_total_tokens=1024)  # type: ignore[arg-type]
+    config = EngineConfig(device="cpu", dtype=dtype, kernels="torch", max_total_tokens=1024)  # type: ignore[arg-type]
     resolved = resolve(config, checkpoint.facts())
     model = checkpoint.build_model(dtype, context_len=context_len)
     runner = ModelRunner(model, checkpoint.config, resolved)  # type: ignore[arg-type]

@@ -1,0 +1,110 @@
+"""In what form a model's weights are kept, and whose kernels compute with them: one decision, from facts.
+
+Owns the choice of dtype, quantization and kernels, with its reasons. Called by `config.resolve`. Pure; no torch.
+
+Three paths on a CPU. `torch` in float32 is the reference, and bit-exact in deterministic mode. The native kernels
+(`sgl.kernels.native`) compute with 16-bit weights, or with blocks of 8 and 4 bits; activations between the layers are
+float32 there, `dtype` is that of the KV cache and of weights that are not quantized.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
+
+from sgl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from sgl.runtime.config import EngineConfig, Facts
+
+Dtype = Literal["float32", "bfloat16", "float16"]
+Quantization = Literal["none", "gguf", "int8", "int4"]
+Kernels = Literal["torch", "native"]
+
+
+class Numerics(NamedTuple):
+    """The decision. `reasons` are (field, value, why) of what the user left open."""
+
+    dtype: Dtype
+    quantization: Quantization
+    kernels: Kernels
+    reasons: tuple[tuple[str, str, str], ...]
+
+
+def decide_numerics(config: EngineConfig, facts: Facts, device: Literal["cpu", "cuda"]) -> Numerics:
+    """Dtype, quantization and kernels of an engine on `device`.
+
+    Raises:
+        ConfigError: a quantization that cannot be had, with what prevents it.
+    """
+    obstacle = _obstacle(config, facts, device)
+    reasons: list[tuple[str, str, str]] = []
+    quantization: Quantization = "none"
+    if config.quantization == "auto":
+        reasons.append(("quantization", quantization, _why_none(facts, obstacle)))
+    elif config.quantization != "none":
+        quantization = config.quantization
+        _check(quantization, facts, obstacle)
+
+    dtype: Any = config.dtype
+    if dtype == "auto":
+        dtype, why = _auto_dtype(facts, device, quantization)
+        reasons.append(("dtype", dtype, why))
+    kernels, why = _kernels(config, facts, device, dtype, quantization, obstacle)
+    if config.kernels == "auto":
+        reasons.append(("kernels", kernels, why))
+    return Numerics(dtype, quantization, kernels, tuple(reasons))
+
+
+def _obstacle(config: EngineConfig, facts: Facts, device: str) -> str:
+    """Why the native kernels cannot be used; empty when they can."""
+    if device != "cpu":
+        return f"the native kernels compute on the CPU, not on {device}"
+    if config.enable_deterministic_inference:
+        return "deterministic mode computes with torch in float32"
+    if config.kernels == "torch":
+        return "kernels is torch"
+    if config.dtype == "float16":
+        return "the native kernels keep keys and values in float32 or bfloat16, not in float16"
+    return facts.native_obstacle
+
+
+def _why_none(facts: Facts, obstacle: str) -> str:
+    if facts.weights_kind != "gguf":
+        return "the checkpoint is not quantized"
+    return obstacle or "the file's blocks are expanded; quantization gguf keeps them, which is faster and less exact"
+
+
+def _check(quantization: Quantization, facts: Facts, obstacle: str) -> None:
+    if obstacle:
+        raise ConfigError(
+            f"quantization is {quantization}, but {obstacle}",
+            hint="set quantization to none",
+            param="quantization",
+        )
+    if quantization == "gguf" and facts.weights_kind != "gguf":
+        raise ConfigError(
+            f"quantization is gguf, but the weights are {facts.weights_kind}",
+            hint="set quantization to int8, or name a GGUF file",
+            param="quantization",
+        )
+
+
+def _kernels(
+    config: EngineConfig, facts: Facts, device: str, dtype: Dtype, quantization: Quantization, obstacle: str
+) -> tuple[Kernels, str]:
+    if config.kernels == "native" and obstacle:
+        raise ConfigError(f"kernels is native, but {obstacle}", hint="set kernels to torch", param="kernels")
+    if quantization != "none":
+        return "native", f"weights are kept as {quantization}; {facts.native}"
+    if config.kernels == "native" or (dtype == "bfloat16" and not obstacle):
+        return "native", f"weights are read once for all rows of a step; {facts.native}"
+    return "torch", obstacle or f"torch computes with {dtype} weights"
+
+
+def _auto_dtype(facts: Facts, device: str, quantization: Quantization) -> tuple[Dtype, str]:
+    if device == "cpu":
+        if quantization != "none":
+            return "bfloat16", "of keys and values, beside quantized weights"
+        return "float32", "exact on the CPU, and fastest with plain torch at batch 1"
+    known: Any = facts.checkpoint_dtype if facts.checkpoint_dtype in get_args(Dtype) else "bfloat16"
+    return "bfloat16" if known == "float32" else known, "the checkpoint's, at most 16 bits"

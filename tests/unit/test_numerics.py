@@ -1,0 +1,93 @@
+"""Which dtype, quantization and kernels an engine gets, from invented facts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from sgl.errors import ConfigError
+from sgl.runtime.config import EngineConfig, Facts, resolve
+from sgl.runtime.numerics import decide_numerics
+
+FACTS = Facts(
+    cpu_count=2,
+    available_bytes=8 * 2**30,
+    model_context_len=2048,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    hidden_size=64,
+    intermediate_size=128,
+    vocab_size=256,
+    num_parameters=100_000,
+    weights_kind="gguf",
+    packed_bytes=70_000,
+    native="avx2, g++ 12",
+    native_obstacle="",
+)
+
+
+def facts(**changes: Any) -> Facts:
+    import msgspec
+
+    return msgspec.structs.replace(FACTS, **changes)
+
+
+@pytest.mark.parametrize(
+    ("wish", "found", "expected"),
+    [
+        ({"dtype": "float32"}, {}, ("float32", "none", "torch")),
+        ({"dtype": "bfloat16", "quantization": "none"}, {}, ("bfloat16", "none", "native")),
+        ({"dtype": "bfloat16", "kernels": "torch"}, {}, ("bfloat16", "none", "torch")),
+        ({"dtype": "float16"}, {}, ("float16", "none", "torch")),
+        ({"dtype": "float32", "kernels": "native"}, {}, ("float32", "none", "native")),
+        ({"quantization": "gguf"}, {}, ("bfloat16", "gguf", "native")),
+        ({"quantization": "gguf", "dtype": "float32"}, {}, ("float32", "gguf", "native")),
+        ({"quantization": "int8"}, {"weights_kind": "safetensors"}, ("bfloat16", "int8", "native")),
+        ({}, {"weights_kind": "safetensors"}, ("float32", "none", "torch")),
+        ({"dtype": "bfloat16"}, {"native_obstacle": "there is no compiler"}, ("bfloat16", "none", "torch")),
+        ({"enable_deterministic_inference": True}, {}, ("float32", "none", "torch")),
+    ],
+)
+def test_the_path_follows_from_wish_and_facts(
+    wish: dict[str, Any], found: dict[str, Any], expected: tuple[str, str, str]
+) -> None:
+    resolved = resolve(EngineConfig(**wish), facts(**found))
+    assert (resolved.dtype, resolved.quantization, resolved.kernels) == expected
+    explained = {reason.field for reason in resolved.reasons}
+    assert explained.isdisjoint(wish)
+    assert {"dtype", "quantization", "kernels"} <= explained | set(wish)
+
+
+@pytest.mark.parametrize(
+    ("wish", "found", "message"),
+    [
+        ({"quantization": "gguf"}, {"weights_kind": "safetensors"}, "the weights are safetensors"),
+        ({"quantization": "int8"}, {"native_obstacle": "there is no compiler"}, "there is no compiler"),
+        ({"quantization": "int8", "dtype": "float16"}, {}, "not in float16"),
+        ({"quantization": "int4", "kernels": "torch"}, {}, "kernels is torch"),
+        ({"quantization": "gguf", "enable_deterministic_inference": True}, {}, "deterministic mode"),
+        ({"kernels": "native"}, {"native_obstacle": "there is no compiler"}, "kernels is native, but there is no"),
+        ({"quantization": "gguf", "device": "cuda"}, {"cuda_bytes": 2**34}, "not on cuda"),
+    ],
+)
+def test_what_cannot_be_had_is_refused_with_the_reason(
+    wish: dict[str, Any], found: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        decide_numerics(EngineConfig(**wish), facts(**found), wish.get("device", "cpu"))
+    assert caught.value.hint
+    assert caught.value.param in ("quantization", "kernels")
+
+
+def test_the_memory_plan_counts_what_is_kept() -> None:
+    def size(**wish: Any) -> int:
+        return resolve(EngineConfig(**wish), FACTS).weights_bytes
+
+    assert size(dtype="float32") == 400_000
+    assert size(dtype="bfloat16") == 200_000
+    assert size(quantization="gguf") == 70_000
+    assert size(quantization="int8") == 100_000 * 34 // 32
+    assert size(quantization="int4") == (2 * 256 * 64 * 34 + (100_000 - 2 * 256 * 64) * 20) // 32
