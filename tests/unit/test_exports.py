@@ -160,4 +160,6 @@ def test_compatible_argument_orders():
     compatible = [*RUN[:16], "backend", "num_threads", "progress_bar", "generator_style"]
     assert batch[: len(compatible)] == compatible
     defaults = {p.name: p.default for p in inspect.signature(sgl.SglFunction.run).parameters.values()}
-    assert (defaults["max_new_tokens"], defaults["temperature"], defaults["top_k"]) == (128, 1.0, -1)
+    assert (defaults["max_new_tokens"], defaults["n"]) == (128, 1)
+    # None is what the model recommends, else SGLang's 1.0, 1.0, -1 and 0.0: the constants of Sampling.
+    assert [defaults[name] for name in ("temperature", "top_p", "top_k", "min_p")] == [None] * 4
