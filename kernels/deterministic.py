@@ -6,10 +6,13 @@ inner loop for another number of rows. So keys are taken in blocks of `BLOCK` co
 after another with a running softmax (Milakov and Gimelshein 2018), and rows are padded to a multiple of `ROWS`: torch's
 matmuls give equal rows for such numbers of rows, and not for others (below 8, and at 9).
 
-Shapes: T tokens of the step, S slots, H query heads, K key/value heads, G = H / K, D head size, M padded rows.
+Shapes: T tokens of the step, S slots, H query heads, K key/value heads, G = H / K, D head size, B sequences computed
+together, N queries of each, L slots of each (a multiple of `BLOCK`), M padded rows, R = B * K.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import torch
 
@@ -34,50 +37,77 @@ def paged_attention(
 ) -> torch.Tensor:
     """As the op's reference; rows of the step that belong to no chunk (padding) give zeros."""
     out_THD = torch.zeros_like(query_THD)
-    for i, row in enumerate(plan.single_rows.tolist()):
-        slots = plan.single_slots[i]
-        if plan.single_mask is not None:
-            slots = slots[plan.single_mask[i, 0, 0]]
-        out_THD[row : row + 1] = _attend(query_THD[row : row + 1], keys_SKD, values_SKD, slots, scale)
+    for rows_B, slots_BL, lengths_B in _singles(plan):
+        out_THD[rows_B] = _attend(query_THD[rows_B].unsqueeze(1), keys_SKD, values_SKD, slots_BL, lengths_B, scale)[
+            :, 0
+        ]
     for span in plan.spans:
-        query = query_THD[span.begin : span.end]
-        out_THD[span.begin : span.end] = _attend(query, keys_SKD, values_SKD, span.slots, scale)
+        query_BNHD = query_THD[span.begin : span.end].unsqueeze(0)
+        lengths_B = torch.tensor([len(span.slots)], device=query_THD.device)
+        mixed_BNHD = _attend(query_BNHD, keys_SKD, values_SKD, _whole_blocks(span.slots.unsqueeze(0)), lengths_B, scale)
+        out_THD[span.begin : span.end] = mixed_BNHD[0]
     return out_THD
 
 
+def _singles(plan: AttentionPlan) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Rows of one token, those with equally many blocks together: rows, slots, lengths of the contexts."""
+    if not len(plan.single_rows):
+        return
+    longest = plan.single_slots.shape[1]
+    lengths = torch.full_like(plan.single_rows, longest)
+    if plan.single_mask is not None:
+        lengths = plan.single_mask[:, 0, 0].sum(dim=-1)
+    blocks = (lengths + BLOCK - 1) // BLOCK
+    for num_blocks in blocks.unique().tolist():
+        chosen = (blocks == num_blocks).nonzero()[:, 0]
+        yield plan.single_rows[chosen], _whole_blocks(plan.single_slots[chosen, : num_blocks * BLOCK]), lengths[chosen]
+
+
+def _whole_blocks(slots_BL: torch.Tensor) -> torch.Tensor:
+    """A slot of the sequence's own stands for those that are not there yet."""
+    missing = -slots_BL.shape[1] % BLOCK
+    return torch.cat([slots_BL, slots_BL[:, -1:].expand(-1, missing)], dim=1) if missing else slots_BL
+
+
 def _attend(
-    query_NHD: torch.Tensor, keys_SKD: torch.Tensor, values_SKD: torch.Tensor, slots: torch.Tensor, scale: float
+    query_BNHD: torch.Tensor,
+    keys_SKD: torch.Tensor,
+    values_SKD: torch.Tensor,
+    slots_BL: torch.Tensor,
+    lengths_B: torch.Tensor,
+    scale: float,
 ) -> torch.Tensor:
-    """The last N positions of a sequence whose whole context lies in `slots`."""
-    num_queries, num_heads, head_dim = query_NHD.shape
+    """The last N positions of sequences whose whole context lies in `slots_BL`."""
+    num_sequences, num_queries, num_heads, head_dim = query_BNHD.shape
     num_kv_heads = keys_SKD.shape[1]
     group = num_heads // num_kv_heads
-    length = len(slots)
-    rows = padded(num_queries * group)
-    query_KMD = query_NHD.new_zeros(num_kv_heads, rows, head_dim)
-    grouped = query_NHD.view(num_queries, num_kv_heads, group, head_dim).transpose(0, 1)
-    query_KMD[:, : num_queries * group] = grouped.reshape(num_kv_heads, num_queries * group, head_dim) * scale
-    position_M = torch.full((rows,), length - 1, device=slots.device)
-    position_M[: num_queries * group] = torch.arange(
-        length - num_queries, length, device=slots.device
-    ).repeat_interleave(group)
+    num_rows = num_queries * group
+    rows = padded(num_rows)
+    batch = num_sequences * num_kv_heads
+    query_RMD = query_BNHD.new_zeros(batch, rows, head_dim)
+    grouped_BKNGD = query_BNHD.view(num_sequences, num_queries, num_kv_heads, group, head_dim).transpose(1, 2)
+    query_RMD[:, :num_rows] = grouped_BKNGD.reshape(batch, num_rows, head_dim) * scale
+    last_B1 = (lengths_B - 1)[:, None]
+    back_M = torch.zeros(rows, dtype=torch.int64, device=slots_BL.device)
+    back_M[:num_rows] = torch.arange(num_queries - 1, -1, -1, device=slots_BL.device).repeat_interleave(group)
+    position_BM = last_B1 - back_M
 
-    top_KM1 = query_KMD.new_full((num_kv_heads, rows, 1), -torch.inf)
-    mass_KM1 = torch.zeros_like(top_KM1)
-    mixed_KMD = torch.zeros_like(query_KMD)
-    for begin in range(0, length, BLOCK):
-        block = slots[begin : begin + BLOCK]
-        if len(block) < BLOCK:  # a slot of the sequence's own stands for those that are not there yet
-            block = torch.cat([block, block[-1:].expand(BLOCK - len(block))])
-        key_KBD = keys_SKD[block].transpose(0, 1)
-        value_KBD = values_SKD[block].transpose(0, 1)
-        hidden = torch.arange(begin, begin + BLOCK, device=slots.device) > position_M[:, None]
-        score_KMB = torch.bmm(query_KMD, key_KBD.transpose(1, 2)).masked_fill_(hidden, -torch.inf)
-        new_top = torch.maximum(top_KM1, score_KMB.amax(dim=-1, keepdim=True))
-        weight_KMB = torch.exp(score_KMB - new_top)
-        fade = torch.exp(top_KM1 - new_top)
-        mass_KM1 = mass_KM1 * fade + weight_KMB.sum(dim=-1, keepdim=True)
-        mixed_KMD = mixed_KMD * fade + torch.bmm(weight_KMB, value_KBD)
-        top_KM1 = new_top
-    mixed_KMD = (mixed_KMD / mass_KM1)[:, : num_queries * group]
-    return mixed_KMD.view(num_kv_heads, num_queries, group, head_dim).transpose(0, 1).reshape(query_NHD.shape)
+    top_RM1 = query_RMD.new_full((batch, rows, 1), -torch.inf)
+    mass_RM1 = torch.zeros_like(top_RM1)
+    mixed_RMD = torch.zeros_like(query_RMD)
+    for begin in range(0, slots_BL.shape[1], BLOCK):
+        block_BL = slots_BL[:, begin : begin + BLOCK]
+        key_RLD = keys_SKD[block_BL].transpose(1, 2).reshape(batch, BLOCK, head_dim)
+        value_RLD = values_SKD[block_BL].transpose(1, 2).reshape(batch, BLOCK, head_dim)
+        hidden_BML = torch.arange(begin, begin + BLOCK, device=slots_BL.device) > position_BM[:, :, None]
+        hidden_RML = hidden_BML.repeat_interleave(num_kv_heads, dim=0)
+        score_RML = torch.bmm(query_RMD, key_RLD.transpose(1, 2)).masked_fill_(hidden_RML, -torch.inf)
+        new_top = torch.maximum(top_RM1, score_RML.amax(dim=-1, keepdim=True))
+        weight_RML = torch.exp(score_RML - new_top)
+        fade = torch.exp(top_RM1 - new_top)
+        mass_RM1 = mass_RM1 * fade + weight_RML.sum(dim=-1, keepdim=True)
+        mixed_RMD = mixed_RMD * fade + torch.bmm(weight_RML, value_RLD)
+        top_RM1 = new_top
+    mixed_RMD = (mixed_RMD / mass_RM1)[:, :num_rows]
+    mixed_BKNGD = mixed_RMD.reshape(num_sequences, num_kv_heads, num_queries, group, head_dim)
+    return mixed_BKNGD.transpose(1, 2).reshape(query_BNHD.shape)

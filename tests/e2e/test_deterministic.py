@@ -1,134 +1,271 @@
-"""Deterministic mode: the logits after a context are the same bits, however the context came to be computed."""
+"""Deterministic mode: the logits after a context are the same bits, however the context came to be computed, and so
+what is drawn from them is the same, whether greedily, with a seed, under penalties or a constraint.
+
+Every way of computing runs the same requests. `Watching` notes the bits of the logits after each context that any way
+meets; the counters of each way prove that it was the way it says."""
 
 from __future__ import annotations
 
+import hashlib
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import count, islice
+from typing import Any
 
+import msgspec
 import numpy as np
+import pytest
 import torch
 
-from sgl.lang.graph import Event, Gen, Graph, ProgramOptions, Sampling, Tokens, ValueEvent
+from sgl.grammars.spec import Constraint, Regex
+from sgl.lang.graph import (
+    MAIN_BRANCH,
+    Event,
+    FailedEvent,
+    Fork,
+    Gen,
+    Graph,
+    Node,
+    ProgramOptions,
+    Sampling,
+    Tokens,
+    ValueEvent,
+)
 from sgl.runtime.config import EngineConfig, ResolvedConfig, resolve
 from sgl.runtime.core import EngineCore
 from sgl.runtime.loading.checkpoint import Checkpoint, open_checkpoint
 from sgl.runtime.loading.sources import locate
 from sgl.runtime.model_runner import ModelRunner
+from sgl.runtime.models.registry import CausalLM
 from sgl.runtime.plan import StepPlan
 from sgl.runtime.sampler import Sampler
+from sgl.runtime.stats import Stats
 from sgl.runtime.text.tokenizer import Tokenizer
 
+Outcome = tuple[Any, ...]
+"""Everything that a client sees of a generation but its counters."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One request. Its first `stem` ids are those of others, too."""
+
+    ids: tuple[int, ...]
+    stem: int
+    sampling: Sampling
+    constraint: Constraint | None = None
+
+    def gen(self, id: int, branch: int = 0) -> Gen:
+        return Gen(id=id, branch=branch, name=f"x{branch}", sampling=self.sampling, constraint=self.constraint)
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way of computing: options of the engine, what its counters prove, whether requests are forks, how many programs
+    are open at the same time, and how often all are run."""
+
+    options: Mapping[str, object]
+    proof: Callable[[Stats], bool]
+    forked: bool = False
+    wave: int = 100
+    rounds: int = 1
+
+
 WAYS = {
-    "one by one, no cache": {"max_running_requests": 1, "disable_radix_cache": True},
-    "batched": {"max_running_requests": 32},
-    "chunked": {"max_running_requests": 32, "chunked_prefill_size": 11},
-    "under pressure": {"max_running_requests": 32, "max_total_tokens": 220},
-    "pages of four": {"max_running_requests": 7, "page_size": 4},
+    "alone": Way({"disable_radix_cache": True}, lambda s: s.cached_tokens == 0, wave=1),
+    "batched": Way({"disable_radix_cache": True}, lambda s: s.forwards < s.requests),
+    "cached": Way({}, lambda s: s.cached_tokens > 0.65 * s.prompt_tokens, rounds=2),
+    "chunked": Way({"chunked_prefill_size": 24}, lambda s: s.prefill_tokens / s.forwards < 24),
+    "forked": Way({}, lambda s: s.programs < s.requests and s.cached_tokens > s.prefill_tokens, forked=True),
+}
+UNDER_PRESSURE = {
+    "retracted": Way(
+        {"max_total_tokens": 130, "schedule_conservativeness": 0.001},
+        lambda s: s.retractions > 0 and s.recomputed_tokens > 0,
+    ),
+    "in pages of four": Way({"max_running_requests": 7, "page_size": 4}, lambda s: s.copied_tokens > 0),
 }
 
 
 class Watching(ModelRunner):
-    """Remembers the bits of the logits after every context."""
+    """Compares the logits after every context with those that were seen first."""
 
     seen: dict[bytes, bytes]
     differing: list[int]
 
-    def __init__(self, *args: object) -> None:
-        super().__init__(*args)  # type: ignore[arg-type]
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
         self.differing = []
         self.slots = np.full(self.cache.layer(0)[0].shape[0], -1, dtype=np.int32)
 
     def forward(self, plan: StepPlan) -> torch.Tensor:
         logits = super().forward(plan)
-        row = 0
+        moved = [(self._slots_of(c.target, c.num_tokens), self._slots_of(c.source, c.num_tokens)) for c in plan.copies]
+        for target, ids in [(target, self.slots[source].copy()) for target, source in moved]:
+            self.slots[target] = ids
         for chunk in plan.chunks:
-            positions = np.arange(chunk.start, chunk.end)
-            self.slots[self._of(chunk.page_table, positions)] = chunk.token_ids
+            self.slots[self._of(chunk.page_table, np.arange(chunk.start, chunk.end))] = chunk.token_ids
+        rows = iter(logits.numpy())
         for chunk in plan.chunks:
+            context = self.slots[self._of(chunk.page_table, np.arange(chunk.end))]
+            assert -1 not in context
             for offset in chunk.logit_offsets:
-                positions = np.arange(chunk.start + offset + 1)
-                context = self.slots[self._of(chunk.page_table, positions)].tobytes()
-                bits = logits[row].numpy().tobytes()
-                if self.seen.setdefault(context, bits) != bits:
-                    self.differing.append(len(positions))
-                row += 1
+                length = chunk.start + offset + 1
+                bits = hashlib.blake2b(next(rows).tobytes(), digest_size=16).digest()
+                if self.seen.setdefault(context[:length].tobytes(), bits) != bits:
+                    self.differing.append(length)
         return logits
 
     def _of(self, page_table: np.ndarray, positions: np.ndarray) -> np.ndarray:
         return page_table[positions // self.page_size] * self.page_size + positions % self.page_size
 
+    def _slots_of(self, page: int, num_tokens: int) -> np.ndarray:
+        return page * self.page_size + np.arange(num_tokens)
 
-def run(
-    checkpoint: Checkpoint,
-    tokenizer: Tokenizer,
-    way: dict,
-    prompts: Sequence[list[int]],
-    n: int,
-    seen: dict,
-    *,
-    deterministic: bool = True,
-) -> tuple[list[tuple[int, ...]], list[int]]:
-    """Greedy outputs, and the lengths of contexts whose logits had other bits than `seen` says."""
-    given = {"max_total_tokens": 4096, **way, "enable_deterministic_inference": deterministic}
-    config: ResolvedConfig = resolve(EngineConfig(**given), checkpoint.facts())
-    runner = Watching(
-        checkpoint.build_model(config.dtype, config.device, deterministic=deterministic), checkpoint.config, config
-    )
-    runner.seen = seen
-    events: dict[int, list[Event]] = {}
-    core = EngineCore(
-        config,
-        tokenizer,
-        runner,
-        Sampler(tokenizer.vocab_size),
-        emit=lambda program, event: events.setdefault(program, []).append(event),
-    )
-    sampling = Sampling(max_new_tokens=n, temperature=0, ignore_eos=True)
-    for program, ids in enumerate(prompts):
-        core.open(program, ProgramOptions())
-        graph = Graph(nodes=(Tokens(id=0, token_ids=tuple(ids)), Gen(id=1, name="x", sampling=sampling)))
-        core.submit(program, graph, finish=True)
-    while core.has_work:
-        core.step()
-        core.snapshot().check()
-    outputs = [
-        next(event.token_ids for event in events[program] if isinstance(event, ValueEvent))
-        for program in range(len(prompts))
-    ]
-    return outputs, runner.differing
+
+@dataclass
+class Bench:
+    """A model on which the same cases are run in several ways."""
+
+    checkpoint: Checkpoint
+    tokenizer: Tokenizer
+    deterministic: bool = True
+    num_threads: int = 1
+    seen: dict[bytes, bytes] = field(default_factory=dict)
+    model: CausalLM | None = None
+
+    def run(self, way: Way, cases: Sequence[Case]) -> tuple[list[Outcome], list[int]]:
+        """Outcomes, and the lengths of contexts whose logits had other bits than `seen` says."""
+        given = {"max_total_tokens": 8192, "max_running_requests": 32, "num_threads": self.num_threads, **way.options}
+        config: ResolvedConfig = resolve(
+            EngineConfig(**given, enable_deterministic_inference=self.deterministic), self.checkpoint.facts()
+        )
+        if self.model is None:
+            self.model = self.checkpoint.build_model(config.dtype, config.device, deterministic=self.deterministic)
+        runner = Watching(self.model, self.checkpoint.config, config)
+        runner.seen = self.seen
+        places: dict[tuple[int, int], int] = {}  # (program, branch) -> case
+        found: dict[int, Outcome] = {}
+
+        def emit(program: int, event: Event) -> None:
+            assert not isinstance(event, FailedEvent), event
+            if isinstance(event, ValueEvent):
+                found[places[program, event.branch]] = (event.value, event.token_ids, event.finish, event.logprobs)
+
+        core = EngineCore(config, self.tokenizer, runner, Sampler(self.tokenizer.vocab_size), emit=emit)
+        programs = count()
+        for _ in range(way.rounds):
+            found.clear()
+            plans = forks(cases) if way.forked else singles(cases)
+            while wave := list(islice(plans, way.wave)):
+                for cases_by_branch, graph in wave:
+                    program = next(programs)
+                    places.update({(program, branch): case for branch, case in cases_by_branch.items()})
+                    core.open(program, ProgramOptions())
+                    core.submit(program, graph, finish=True)
+                while core.has_work:
+                    core.step()
+                core.snapshot().check()
+        assert way.proof(core.snapshot()), core.snapshot()
+        return [found[case] for case in range(len(cases))], runner.differing
+
+
+def singles(cases: Sequence[Case]) -> Iterator[tuple[dict[int, int], Graph]]:
+    """A program for each case."""
+    for index, case in enumerate(cases):
+        yield {MAIN_BRANCH: index}, Graph(nodes=(Tokens(id=0, token_ids=case.ids), case.gen(1)))
+
+
+def forks(cases: Sequence[Case]) -> Iterator[tuple[dict[int, int], Graph]]:
+    """A program for each stem, which forks into the cases that begin with it."""
+    stems: dict[tuple[int, ...], list[int]] = {}
+    for index, case in enumerate(cases):
+        stems.setdefault(case.ids[: case.stem], []).append(index)
+    for stem, members in stems.items():
+        branches = dict(enumerate(members, start=1))
+        nodes: list[Node] = [Tokens(id=0, token_ids=stem), Fork(id=1, children=tuple(branches))]
+        for branch, index in branches.items():
+            case = cases[index]
+            nodes.append(Tokens(id=len(nodes), branch=branch, token_ids=case.ids[case.stem :]))
+            nodes.append(case.gen(len(nodes), branch))
+        yield branches, Graph(nodes=tuple(nodes))
+
+
+KINDS: tuple[tuple[Mapping[str, Any], str | None], ...] = (
+    ({"temperature": 0}, None),
+    ({"temperature": 0}, None),
+    ({"temperature": 0, "return_logprob": True, "top_logprobs_num": 3}, None),
+    ({"temperature": 0, "frequency_penalty": 0.7, "presence_penalty": 0.3, "repetition_penalty": 1.3}, None),
+    ({"temperature": 1.1, "top_p": 0.9, "top_k": 40}, None),
+    ({"temperature": 0.8, "min_p": 0.02, "repetition_penalty": 0.8}, None),
+    ({"temperature": 0}, "[0-9]{2,6}"),
+    ({"temperature": 1.0}, "(yes|no|maybe)[.!]?"),
+)
+
+
+def toy_cases(number: int, new_tokens: Sequence[int] = (1, 2, 3)) -> list[Case]:
+    """Random prompts over six stems; every kind of drawing, each with a seed of its own."""
+    rng = random.Random(5)
+    stems = [tuple(rng.randrange(256) for _ in range(length)) for length in (3, 3, 20, 20, 70, 70)]
+    cases = []
+    for index in range(number):
+        stem = rng.choice(stems)
+        tail = tuple(rng.randrange(256) for _ in range(rng.randint(1, 12)))
+        options, regex = KINDS[index % len(KINDS)]
+        sampling = Sampling(max_new_tokens=rng.choice(new_tokens), seed=index, ignore_eos=regex is None, **options)
+        cases.append(Case(stem + tail, len(stem), sampling, Regex(regex) if regex is not None else None))
+    return cases
+
+
+def toy_bench(**fields: Any) -> Bench:
+    return Bench(open_checkpoint(locate("dummy")), Tokenizer.toy(), **fields)
 
 
 def test_toy_model_1000_requests() -> None:
-    checkpoint, tokenizer = open_checkpoint(locate("dummy")), Tokenizer.toy()
-    rng = random.Random(5)
-    stems = [[rng.randrange(256) for _ in range(rng.choice([3, 20, 70]))] for _ in range(6)]
-    prompts = [rng.choice(stems) + [rng.randrange(256) for _ in range(rng.randint(1, 12))] for _ in range(200)]
-    seen: dict[bytes, bytes] = {}
-    outputs = {name: run(checkpoint, tokenizer, way, prompts, 5, seen) for name, way in WAYS.items()}
-    first, _ = next(iter(outputs.values()))
-    assert outputs == {name: (first, []) for name in WAYS}
-    assert len(seen) > 800, "contexts, most of them met in every way"
+    bench, cases = toy_bench(), toy_cases(1000)
+    outcomes = {name: bench.run(way, cases) for name, way in WAYS.items()}
+    alone, _ = outcomes["alone"]
+    assert outcomes == {name: (alone, []) for name in WAYS}
+    assert len(bench.seen) > 1500, "contexts, most of them met in every way"
+    drawn = [Sampling(**options).temperature > 0 for options, _ in KINDS]
+    others = [
+        replace(c, sampling=msgspec.structs.replace(c.sampling, seed=index + 10_000)) for index, c in enumerate(cases)
+    ]
+    other, _ = bench.run(WAYS["batched"], others[:200])
+    changed = {index % len(KINDS) for index, outcome in enumerate(other) if outcome != alone[index]}
+    assert changed == {kind for kind, random in enumerate(drawn) if random}, "a seed means something where one is drawn"
 
 
-def test_the_ordinary_path_is_told_apart() -> None:
+def test_under_pressure() -> None:
+    """Longer outputs, which are put back in the middle and computed again, or stand on pages that they copied."""
+    bench, cases = toy_bench(), toy_cases(48, new_tokens=(4, 8, 16))
+    outcomes = {name: bench.run(way, cases) for name, way in {"alone": WAYS["alone"], **UNDER_PRESSURE}.items()}
+    alone, _ = outcomes["alone"]
+    assert outcomes == {name: (alone, []) for name in outcomes}
+
+
+@pytest.mark.parametrize("way", ["batched", "chunked"])
+def test_the_ordinary_path_is_told_apart(way: str) -> None:
     """The same check without deterministic mode finds differences, so it can."""
-    checkpoint, tokenizer = open_checkpoint(locate("dummy")), Tokenizer.toy()
-    rng = random.Random(5)
-    prompts = [[rng.randrange(256) for _ in range(rng.choice([5, 40, 90]))] for _ in range(30)]
-    seen: dict[bytes, bytes] = {}
-    for name in ("one by one, no cache", "chunked"):
-        _, differing = run(checkpoint, tokenizer, WAYS[name], prompts, 3, seen, deterministic=False)
-    assert differing
+    bench, cases = toy_bench(deterministic=False), toy_cases(60)
+    bench.run(WAYS["alone"], cases)
+    assert bench.run(WAYS[way], cases)[1]
 
 
 def test_smollm2_20_prompts() -> None:
     checkpoint = open_checkpoint(locate("smollm2-135m"))
-    tokenizer = Tokenizer.from_gguf(checkpoint.gguf_metadata or {})
+    bench = Bench(checkpoint, Tokenizer.from_gguf(checkpoint.gguf_metadata or {}), num_threads=2)
     topics = ["rain", "a lighthouse", "prime numbers", "bread", "the moon", "chess", "ants", "glass", "tea", "maps"]
-    texts = [f"Here is a short text about {topic}. It begins" for topic in topics] + topics
-    prompts = [tokenizer.encode(text) for text in texts]
-    seen: dict[bytes, bytes] = {}
-    ways = ["one by one, no cache", "batched", "chunked"]
-    outputs = [run(checkpoint, tokenizer, WAYS[name], prompts, 4, seen) for name in ways]
-    assert outputs == [(outputs[0][0], [])] * 3
-    assert len(seen) == 20 * 4
+    cases = []
+    for index, topic in enumerate(topics):
+        for text, sampling in (
+            (f"Here is a short text about {topic}. It begins", Sampling(max_new_tokens=3, temperature=0)),
+            (f"Write a line about {topic}:", Sampling(max_new_tokens=3, temperature=1.0, top_p=0.95, seed=index)),
+        ):
+            ids = tuple(bench.tokenizer.encode(text))
+            cases.append(Case(ids, 4, sampling))
+    outcomes = {name: bench.run(WAYS[name], cases) for name in ("alone", "batched", "cached", "chunked", "forked")}
+    alone, _ = outcomes["alone"]
+    assert outcomes == {name: (alone, []) for name in outcomes}
+    assert len(bench.seen) == 20 * 3
