@@ -25,6 +25,7 @@ import msgspec
 from sgl.errors import ErrorInfo, InvalidParameter, InvalidProgram, SourceLocation
 from sgl.grammars.spec import Constraint
 from sgl.lang.meta import meta_info as meta_info
+from sgl.lang.patterns import check_stop_pattern as check_stop_pattern
 from sgl.lang.sampling import Sampling as Sampling
 from sgl.lang.sampling import check_integer, check_number
 from sgl.lang.sampling import plain as plain

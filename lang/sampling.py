@@ -204,6 +204,10 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, fo
                     "are allowed",
                     param="custom_params",
                 )
+            try:
+                json.loads(params)
+            except (ValueError, RecursionError) as error:
+                raise InvalidParameter(f"custom_params is not JSON text: {error}", param="custom_params") from None
 
 
 _SWITCHES = (

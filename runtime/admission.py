@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 
 from sgl.errors import InvalidParameter, SglError
-from sgl.lang.graph import Gen, Graph
+from sgl.lang.graph import Gen, Graph, check_stop_pattern
 
 
 def check_generations(graph: Graph, vocab_size: int, processors: Collection[str]) -> None:
@@ -18,6 +18,7 @@ def check_generations(graph: Graph, vocab_size: int, processors: Collection[str]
     Raises:
         InvalidParameter: a token id is outside of the vocabulary, or a logit processor is not registered; with the
             node's location.
+        InvalidRegex, ConstraintTooComplex: a stop pattern.
     """
     for node in graph.nodes:
         if isinstance(node, Gen):
@@ -32,6 +33,8 @@ def _check(node: Gen, vocab_size: int, processors: Collection[str]) -> None:
     _check_ids("stop_token_ids", sampling.stop_token_ids, vocab_size)
     _check_ids("token_ids_logprob", sampling.token_ids_logprob, vocab_size)
     _check_ids("logit_bias", (token_id for token_id, _ in sampling.logit_bias), vocab_size)
+    for pattern in sampling.stop_regex:
+        check_stop_pattern(pattern)  # a graph need not have come through the language's door
     name = sampling.custom_logit_processor
     if name is not None and name not in processors:
         raise InvalidParameter(

@@ -32,6 +32,7 @@ from sgl.lang.graph import (
     Graph,
     LiteralText,
     ProgramOptions,
+    Sampling,
     Text,
     ValueEvent,
     lower_samples,
@@ -248,6 +249,29 @@ def test_row_16_all_logprobs_of_a_long_prompt_are_computed_in_pieces(dummy_engin
     out = dummy_engine.generate(input_ids=[65 + i % 20 for i in range(1000)], sampling_params=asked)["meta_info"]
     assert len(out["input_token_logprobs"]) == len(out["input_top_logprobs"]) == 1000
     assert dummy_engine.stats()["forwards"] - before >= 1000 // DEFAULT_LIMITS.max_logit_rows, "rows are bounded"
+
+
+@pytest.mark.parametrize(
+    ("fields", "code"),
+    [
+        ({"stop_regex": ("(",)}, "invalid_regex"),
+        ({"stop_regex": ("(((a{99}){99}){99})",)}, "constraint_too_complex"),
+        ({"stop_token_ids": (512,)}, "invalid_parameter"),
+        ({"custom_logit_processor": "nobody"}, "invalid_parameter"),
+    ],
+    ids=str,
+)
+def test_rows_12_17_66_a_graph_that_came_through_no_door(fields: dict[str, Any], code: str) -> None:
+    """A client may send a graph of its own making: what the door would have refused is refused at admission."""
+    rig = Rig()
+    rig.core.open(1, ProgramOptions())
+    node = Gen(id=1, name="x", sampling=Sampling(**fields))
+    rig.core.submit(1, Graph(nodes=(Text(id=0, segments=(LiteralText("hello"),)), node)), finish=True)
+    (failed,) = rig.of(1, FailedEvent)
+    assert failed.error.code == code
+    assert not rig.core.has_work, "nothing was started"
+    with pytest.raises(InvalidParameter, match="not JSON"):
+        Sampling(custom_logit_processor="disallowed_tokens", custom_params="{")
 
 
 def test_row_19_misspelt_fields(dummy_engine: Engine, started: Callable[[], int]) -> None:
