@@ -107,6 +107,7 @@ class WorkerClient:
         self._numbers = count(1)
         self._dead: SglError | None = None
         self._closing = False
+        self._ended = threading.Event()
         self._closing_once = threading.Lock()
         self._closed = False
         self._freed = False
@@ -254,12 +255,12 @@ class WorkerClient:
                 self._out.append(pack(Shutdown()))
                 self._wake()
             # While it loads a model the worker reads no messages.
-            thread.join(timeout_s if self._started.done() else 0.0)
+            self._ended.wait(timeout_s if self._started.done() else 0.0)
         if self._process is not None:
             self._process.kill()
             self._process.wait()
         if thread is not None:
-            thread.join()  # it ends with the worker
+            self._ended.wait()  # not `join`, which takes a thread for ended once Ctrl-C came while it waited
         with self._closing_once:
             with self._lock:
                 self._closed = True
@@ -278,6 +279,8 @@ class WorkerClient:
             self._worker.kill()
             self._worker.wait()
             self._fail_all(EngineDead(failure.message, hint="create a new engine"))
+        finally:
+            self._ended.set()
 
     def _exchange(self) -> None:
         poller = zmq.Poller()
