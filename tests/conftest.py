@@ -72,7 +72,7 @@ def _start(**fields: object) -> Iterator[Engine]:
 @pytest.fixture(scope="session")
 def dummy_engine() -> Iterator[Engine]:
     """An engine on the `dummy` model: random weights of a tiny shape, byte vocabulary, no download."""
-    yield from _start(model_path="dummy", max_total_tokens=4096)
+    yield from _start(model_path="dummy", max_total_tokens=4096, num_threads=1)
 
 
 @pytest.fixture(scope="session")
