@@ -74,6 +74,8 @@ from sgl.runtime.watchdog import Watchdog
 _JOB_THREADS = 4
 """More than one, so that a constraint that compiles for seconds does not hold up the texts behind it."""
 
+IMPORTING = "importing torch"
+
 log = logging.getLogger("sgl.worker")
 
 
@@ -147,9 +149,10 @@ class Worker:
             self._send(record)
 
     def _progress(self, text: str) -> None:
-        """A phase of starting begins, and has the watchdog's whole time."""
+        """A phase of starting begins, and has the watchdog's whole time; imports have all the time that disks take."""
         self._watchdog.idle()
-        self._watchdog.busy()
+        if text != IMPORTING:
+            self._watchdog.busy()
         self._send(Progress(text))
 
     def _handle(self, frame: bytes) -> bool:
@@ -326,9 +329,11 @@ def build_core(
         )
 
     # Imported here: torch takes seconds, and a wrong option, name or file has been told before.
+    progress(IMPORTING)
     from sgl.runtime.model_runner import ModelRunner
     from sgl.runtime.sampler import Sampler
 
+    progress(f"planning {source.name}")
     resolved = resolve(config, checkpoint.facts())
     if resolved.memory is not None:
         progress(f"loading {source.name}: {resolved.memory.summary()}")
