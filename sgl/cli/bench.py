@@ -75,6 +75,10 @@ def latency(
             min=0, max=1, help="Share of the cores that others may use in a clean pair.", rich_help_panel=PEER
         ),
     ] = 0.02,
+    max_steal: Annotated[
+        float,
+        typer.Option(min=0, max=1, help="Share that the hypervisor may take in a clean pair.", rich_help_panel=PEER),
+    ] = 0.05,
     seed: Annotated[int, typer.Option(help="Of the order of turns and of the prompts.", rich_help_panel=PEER)] = 0,
     startup: Annotated[
         bool, typer.Option(help="Compare process start to first token, too.", rich_help_panel=PEER)
@@ -116,7 +120,7 @@ def latency(
             attempts=attempts,
             seed=seed,
             patience_s=patience,
-            rule=CleanRule(max_foreign=max_foreign, max_steal=max_foreign),
+            rule=CleanRule(max_foreign=max_foreign, max_steal=max_steal),
         ),
         peer_settings=_settings(peer_setting or []),
         startup=startup,

@@ -35,7 +35,8 @@ def show_comparison(report: ComparisonReport) -> None:
         [_row(case, result) for case in report.cases for result in case.results],
     )
     print(f"\nratio: time of {report.peer} over time of sgl, median of the clean pairs; above 1 sgl is faster")
-    print(f"clean: others used at most {report.plan.rule.max_foreign:.1%} of the cores")
+    rule = report.plan.rule
+    print(f"clean: others used at most {rule.max_foreign:.1%} of the cores, the hypervisor {rule.max_steal:.1%}")
     for case in report.cases:
         _show_notes(case, report.peer)
 

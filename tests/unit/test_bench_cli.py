@@ -107,9 +107,7 @@ def test_the_table_has_ratios_and_says_what_was_not_measured(command: Command, c
 
 def test_flags_reach_the_comparison(command: Command, compared: list[dict[str, Any]]) -> None:
     flags = "--batch 1 --batch 4 --prompt-tokens 16 --new-tokens 8 --pairs 2 --attempts 3 --seed 5 --patience 0"
-    asked = (
-        "--max-foreign 0.05 --peer-setting cache=static --peer-setting loop=generate --dtype bfloat16 --num-threads 2"
-    )
+    asked = "--max-foreign 0.04 --max-steal 0.07 --peer-setting cache=static --peer-setting loop=generate --dtype bfloat16 --num-threads 2"
     status, _, _ = command(
         "bench", "latency", "dummy", "--peer", "transformers", "--no-startup", *f"{flags} {asked}".split()
     )
@@ -117,7 +115,7 @@ def test_flags_reach_the_comparison(command: Command, compared: list[dict[str, A
     (call,) = compared
     assert call["cases"] == [Case(batch=batch, prompt_tokens=16, new_tokens=8) for batch in (1, 4)]
     assert call["plan"] == PairPlan(
-        pairs=2, attempts=3, seed=5, patience_s=0.0, rule=CleanRule(max_foreign=0.05, max_steal=0.05)
+        pairs=2, attempts=3, seed=5, patience_s=0.0, rule=CleanRule(max_foreign=0.04, max_steal=0.07)
     )
     assert call["startup"] is False
     assert call["peer_settings"] == {"cache": "static", "loop": "generate"}

@@ -104,7 +104,8 @@ def pair(a_s: float, b_s: float, *faults: str) -> Pair:
         ({"busy_s": 1.05}, []),  # 2 % of two cores and two ticks of rounding are 0.06 s
         ({"busy_s": 1.07}, ["foreign load"]),
         ({"busy_s": 0.9}, []),  # counters of two kinds may disagree by a little; less than nothing is nothing
-        ({"steal_s": 0.07}, ["stolen time"]),
+        ({"steal_s": 0.11}, []),
+        ({"steal_s": 0.13}, ["stolen time"]),
         ({"resting_s": 0.05}, ["resting side busy"]),
         ({"busy_s": 2.0, "steal_s": 1.0}, ["foreign load", "stolen time"]),
         ({"elapsed_s": 0.1}, ["too short to sample"]),
