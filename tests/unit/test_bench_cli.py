@@ -107,9 +107,10 @@ def test_the_table_has_ratios_and_says_what_was_not_measured(command: Command, c
 
 def test_flags_reach_the_comparison(command: Command, compared: list[dict[str, Any]]) -> None:
     flags = "--batch 1 --batch 4 --prompt-tokens 16 --new-tokens 8 --pairs 2 --attempts 3 --seed 5 --patience 0"
-    asked = "--max-foreign 0.04 --max-steal 0.07 --peer-setting cache=static --peer-setting loop=generate --dtype bfloat16 --num-threads 2"
+    rule = "--max-foreign 0.04 --max-steal 0.07"
+    asked = "--peer-setting cache=static --peer-setting loop=generate --dtype bfloat16 --num-threads 2"
     status, _, _ = command(
-        "bench", "latency", "dummy", "--peer", "transformers", "--no-startup", *f"{flags} {asked}".split()
+        "bench", "latency", "dummy", "--peer", "transformers", "--no-startup", *f"{flags} {rule} {asked}".split()
     )
     assert status == 0
     (call,) = compared
