@@ -14,16 +14,15 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import msgspec
 
 from sgl.errors import (
     Cancelled,
     DeadlineExceeded,
-    EmptyPrompt,
     ErrorInfo,
     InvalidProgram,
     SglError,
@@ -31,13 +30,10 @@ from sgl.errors import (
     StateLost,
     Unsupported,
 )
-from sgl.grammars.compiler import GrammarCompiler
 from sgl.grammars.matcher import CompiledGrammar
 from sgl.lang.graph import (
     MAIN_BRANCH,
-    DeltaEvent,
     DoneEvent,
-    Event,
     FailedEvent,
     Fork,
     Gen,
@@ -62,69 +58,20 @@ from sgl.lang.graph import (
     ValueEvent,
     validate,
 )
-from sgl.limits import Limits
 from sgl.runtime.admission import check_generations
 from sgl.runtime.branch import SMALL, Branch, Read, Reply, text_bytes, text_len
 from sgl.runtime.cache_key import CacheKey
-from sgl.runtime.config import ResolvedConfig
 from sgl.runtime.failures import internal_error, typed
-from sgl.runtime.faults import FaultPoints
-from sgl.runtime.generation import Generation
 from sgl.runtime.lookahead import path_lengths
 from sgl.runtime.next_use import Lane, next_uses
+from sgl.runtime.program_gen import Drawing
 from sgl.runtime.program_select import OptionScoring
-from sgl.runtime.prompt_logprobs import prompt_logprobs, prompt_scores
-from sgl.runtime.scheduler import Scheduler
 from sgl.runtime.selection import Selection, common_length
 from sgl.runtime.sequence import ProgramInfo, Request
 from sgl.runtime.sequence import Sequence as TokenSequence
-from sgl.runtime.text.tokenizer import Piece, Tokenizer
+from sgl.runtime.services import Services
+from sgl.runtime.text.tokenizer import Piece
 from sgl.runtime.text.transcript import Transcript
-
-
-class Services(Protocol):
-    """What a program run asks of the engine core."""
-
-    epoch: str
-    config: ResolvedConfig
-    limits: Limits
-    scheduler: Scheduler
-    tokenizer: Tokenizer
-    compiler: GrammarCompiler
-    processors: Collection[str]
-    faults: FaultPoints | None
-
-    def now(self) -> float:
-        """Seconds of the engine's clock."""
-
-    def emit(self, program: int, event: Event) -> None:
-        """Send an event to the client."""
-
-    def run_job(self, job: Callable[[], Any], done: Callable[[Any, SglError | None], None], *, small: bool) -> None:
-        """Run `job` off the step loop (at once when `small`) and call `done` on the core's thread."""
-
-    def watch(self, request: Request, run: ProgramRun) -> None:
-        """Tell `run` when `request` gets something."""
-
-    def ended(self, run: ProgramRun, sequences: Iterable[int]) -> None:
-        """`run` is over; `sequences` had requests of it."""
-
-
-class _Drawing(NamedTuple):
-    """A generation under way."""
-
-    branch: Branch
-    node: Gen
-    request: Request
-    generation: Generation
-
-
-class _Scoring(NamedTuple):
-    """A select under way; every request of it has one of these."""
-
-    branch: Branch
-    node: Select
-    scoring: OptionScoring
 
 
 class ProgramRun:
@@ -149,7 +96,7 @@ class ProgramRun:
         self._namespace = CacheKey(salt=options.cache_salt, program=id if services.config.disable_radix_cache else None)
         self._values: dict[tuple[int, str], str] = {}
         self._lineage: dict[int, int] = {}  # branch -> parent
-        self._work: dict[int, _Drawing | _Scoring] = {}  # by sequence
+        self._work: dict[int, Drawing | OptionScoring] = {}  # by sequence
         self._blocked: set[int] = set()
         self._touched: set[int] = set()
         self._unborn: dict[int, deque[Node | Read]] = {}  # nodes of branches whose fork is still queued
@@ -221,10 +168,9 @@ class ProgramRun:
             return
         try:
             self._failed_at = (work.node.id, work.branch.id)
-            if isinstance(work, _Scoring):
-                self._on_score(work, request)
-            else:
-                self._on_token(work)
+            if request.failed is not None:
+                raise SglError.from_info(ErrorInfo(*request.failed)).at(work.node.location)
+            self._on_result(work, request)
         except Exception as error:  # noqa: BLE001 - a bug in one program must not end the others
             self._fail_by(error)
 
@@ -285,8 +231,7 @@ class ProgramRun:
         values: dict[tuple[int, str], float] = dict.fromkeys(self._values, 0.0)
         delays: dict[int, float] = {}
         for work in self._work.values():
-            left = work.request.new_tokens - work.request.completion_tokens if isinstance(work, _Drawing) else 1
-            delays[work.branch.id] = values[work.branch.id, work.node.name] = float(left)
+            delays[work.branch.id] = values[work.branch.id, work.node.name] = float(work.steps_left)
         # The node of a busy branch is out of the queue as soon as it runs, and in front of it while a job prepares it.
         lanes = {id: Lane(tuple(branch.queue), delays.get(id, 0.0)) for id, branch in self._branches.items()}
         uses = next_uses(lanes, self._unborn, values, self._lineage)
@@ -528,81 +473,9 @@ class ProgramRun:
     def _start_gen(
         self, branch: Branch, node: Gen, ids: list[int], num_bytes: int, grammar: CompiledGrammar | None
     ) -> None:
-        services = self._services
         self._append_unit(branch, ids, num_bytes)
         self._stream_text(branch)
-        sequence = branch.sequence
-        if not sequence.token_ids:
-            raise EmptyPrompt(
-                "the prompt is empty and this model has no beginning-of-sequence token",
-                hint="append some text before generating",
-            )
-        sampling = node.sampling
-        room = max(0, services.config.context_len - len(sequence))
-        new_tokens = min(sampling.max_new_tokens, room)
-        generation = Generation(
-            sampling,
-            services.tokenizer,
-            services.tokenizer.eos_ids,
-            seed=sampling.seed if sampling.seed is not None else self._seed(node.id),
-            max_new_tokens=new_tokens,
-            matcher=grammar.matcher() if grammar is not None else None,
-            limits=services.limits,
-        )
-        if services.faults is not None:
-            generation.before_text = partial(services.faults.reach, "in_detok", self.options.name)
-        request = Request(
-            sequence,
-            generation=generation if sampling.max_new_tokens else None,
-            scores=prompt_scores(sequence.token_ids, sampling),
-            top=sampling.top_logprobs_num,
-            new_tokens=new_tokens,
-            priority=self.options.priority,
-        )
-        self._work[sequence.id] = _Drawing(branch, node, request, generation)
-        self._add(request, branch, node)
-
-    def _on_token(self, work: _Drawing) -> None:
-        branch, node, request, generation = work
-        if request.failed is not None:
-            raise _error_of(request.failed).at(node.location)
-        if self.options.stream:
-            text, ids = generation.take_delta()
-            if text or ids:
-                branch.num_streamed += len(text)
-                self._services.emit(
-                    self.id, DeltaEvent(node=node.id, branch=branch.id, name=node.name, text=text, token_ids=ids)
-                )
-        if not request.done:
-            return
-        del self._work[branch.sequence.id]
-        value, kept = generation.decoder.text, generation.keep()
-        usage = request.usage()
-        if kept.num_tokens < len(generation.output_ids):
-            self._scheduler.truncate(branch.sequence, request.prompt_len + kept.num_tokens)
-            if kept.rest:
-                usage += self._count(Usage(healed_tokens=1), total=False)
-        branch.transcript.add_generated(kept.text, kept.num_tokens)
-        if kept.rest:
-            branch.transcript.add_text(kept.rest)
-        if self.options.stream:
-            branch.num_streamed -= len(value) - len(kept.text) - len(kept.rest)
-        self._done(
-            branch,
-            node,
-            ValueEvent(
-                node=node.id,
-                branch=branch.id,
-                name=node.name,
-                value=value,
-                token_ids=tuple(generation.output_ids),
-                finish=generation.finish or "length",
-                matched=generation.matched,
-                usage=usage,
-                logprobs=tuple(generation.logprobs),
-                prompt_logprobs=prompt_logprobs(request, node.sampling),
-            ),
-        )
+        self._run(Drawing(node, branch, grammar, self._services, self.options, seed=self._seed(node.id)))
 
     # --- selects ---
 
@@ -617,54 +490,35 @@ class ProgramRun:
         self, branch: Branch, node: Select, selection: Selection, unit: list[int], num_bytes: int
     ) -> None:
         self._append_unit(branch, unit[: selection.num_stable], num_bytes)
-        scoring = OptionScoring(
-            node,
-            branch.sequence,
-            selection,
-            self._scheduler,
-            self._services.tokenizer,
-            priority=self.options.priority,
-        )
         self._count(Usage(healed_tokens=len(unit) - selection.num_stable))
-        self._score(_Scoring(branch, node, scoring), scoring.requests)
+        self._run(OptionScoring(node, branch, selection, self._services, self.options, seed=self._seed(node.id)))
 
-    def _score(self, work: _Scoring, requests: Sequence[Request]) -> None:
+    # --- requests ---
+
+    def _run(self, work: Drawing | OptionScoring) -> None:
+        """Queue everything that `work` asks for and that is not queued yet."""
+        requests = [request for request in work.requests if not request.queued and not request.done]
         for request in requests:
             self._work[request.sequence.id] = work
-        for request in list(requests):
+        for request in requests:
             self._add(request, work.branch, work.node)
 
-    def _on_score(self, work: _Scoring, request: Request) -> None:
-        branch, node, scoring = work
-        if request.failed is not None:
-            raise _error_of(request.failed).at(node.location)
+    def _on_result(self, work: Drawing | OptionScoring, request: Request) -> None:
+        """A step gave a request of `work` something."""
+        if isinstance(work, Drawing) and (delta := work.delta()) is not None:
+            self._services.emit(self.id, delta)
         if not request.done:
             return
         del self._work[request.sequence.id]
-        if not scoring.take(request):
-            return
-        if more := scoring.ask_more():
-            self._score(work, more)
-            return
-        choice, path, scores = scoring.decide(node.seed if node.seed is not None else self._seed(node.id))
-        branch.sequence.token_ids.extend(path)
-        branch.transcript.add_text(choice)
-        branch.transcript.flush()  # the same ids again: the unit and the option in one
-        scoring.release()
-        self._stream_text(branch)
-        self._done(
-            branch,
-            node,
-            ValueEvent(
-                node=node.id,
-                branch=branch.id,
-                name=node.name,
-                value=choice,
-                token_ids=path,
-                usage=scoring.usage(),
-                choices=scores,
-            ),
-        )
+        if isinstance(work, OptionScoring):
+            if not work.take(request):
+                return
+            if work.ask_more():
+                self._run(work)
+                return
+        event = work.finish()
+        self._stream_text(work.branch)
+        self._done(work.branch, work.node, event)
 
     # --- ends ---
 
@@ -772,10 +626,9 @@ class ProgramRun:
         if self._services.faults is not None:
             self._services.faults.reach("on_free", self.options.name)
         for work in self._work.values():
-            self._scheduler.abort(work.scoring.requests if isinstance(work, _Scoring) else [work.request])
+            self._scheduler.abort(work.requests)
         for work in self._work.values():
-            if isinstance(work, _Scoring):
-                work.scoring.release()
+            work.release()
         for branch in self._branches.values():
             self._scheduler.release(branch.sequence)
         if self._namespace.program is not None:
@@ -785,8 +638,7 @@ class ProgramRun:
         """Ids of everything that the program holds in the scheduler."""
         ids = {branch.sequence.id for branch in self._branches.values()}
         for work in self._work.values():
-            requests = work.scoring.requests if isinstance(work, _Scoring) else [work.request]
-            ids.update(request.sequence.id for request in requests)
+            ids.update(request.sequence.id for request in work.requests)
         return ids
 
 
@@ -801,7 +653,3 @@ def _stuck(node: Node | Read) -> SglError:
         case _:
             what = "the program waits for itself"
     return InvalidProgram(what, location=None if isinstance(node, Read) else node.location)
-
-
-def _error_of(failed: tuple[str, str]) -> SglError:
-    return SglError.from_info(ErrorInfo(code=failed[0], message=failed[1]))

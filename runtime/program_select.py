@@ -1,8 +1,8 @@
 """One `Select` while it runs in the engine: the requests that score its options, and the option that wins.
 
 Owns the sequences and requests of one select. The arithmetic (the trie of options, the methods) is `selection.py`; the
-branch and its events are the program run's, which makes one of these for each `Select`, queues `requests` and hands
-each one back to `take` when it is done, and queues what `ask_more` adds.
+queue and its events are the program run's, which makes one of these for each `Select`, queues `requests`, hands each
+one back to `take` when it is done, queues what `ask_more` adds, and asks for the value.
 """
 
 from __future__ import annotations
@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from sgl.errors import EmptyPrompt
-from sgl.lang.graph import ChoiceScore, Select, Usage
-from sgl.runtime.scheduler import Scheduler
+from sgl.lang.graph import ProgramOptions, Select, Usage, ValueEvent
+from sgl.runtime.branch import Branch
 from sgl.runtime.selection import Path, ScorePath, Selection, decide
 from sgl.runtime.sequence import Request
 from sgl.runtime.sequence import Sequence as TokenSequence
+from sgl.runtime.services import Services
 from sgl.runtime.text.tokenizer import Tokenizer
 
 
@@ -23,10 +24,9 @@ class OptionScoring:
 
     Args:
         node: the select.
-        base: the branch's sequence, ending with the select's last stable token.
+        branch: what it continues; its sequence ends with the select's last stable token.
         selection: its encoded options.
-        scheduler, tokenizer: of the engine.
-        priority: of the program.
+        seed: for a node that has none.
 
     Attributes:
         requests: what was computed so far or is being computed: the base, chains of options, unconditional options.
@@ -38,34 +38,36 @@ class OptionScoring:
     def __init__(
         self,
         node: Select,
-        base: TokenSequence,
+        branch: Branch,
         selection: Selection,
-        scheduler: Scheduler,
-        tokenizer: Tokenizer,
+        services: Services,
+        options: ProgramOptions,
         *,
-        priority: int = 0,
+        seed: int,
     ) -> None:
+        base = branch.sequence
         if not base.token_ids:
             raise EmptyPrompt(
                 "select has nothing to condition on, and this model has no beginning-of-sequence token",
                 hint="append some text before selecting",
             )
         self.node = node
+        self.branch = branch
+        self._seed = node.seed if node.seed is not None else seed
         self.requests: list[Request] = []
         self._selection = selection
-        self._scheduler = scheduler
-        self._namespace = base.namespace
-        self._priority = priority
+        self._scheduler = services.scheduler
+        self._priority = options.priority
         self._base_len = len(base)
         self._options: list[TokenSequence] = []
         self._unconditional: dict[int, list[float]] = {}
         last = self._base_len - 1
-        self.requests.append(Request(base, scores={last: selection.first_ids}, priority=priority))
+        self.requests.append(Request(base, scores={last: selection.first_ids}, priority=self._priority))
         self._base = base
         if self._at_once:
             self._ask_chains(selection.chains())
         if node.method == "unconditional_likelihood_normalized":
-            self._ask_unconditional(tokenizer)
+            self._ask_unconditional(services.tokenizer)
         self._pending = {request.sequence.id for request in self.requests}
 
     @property
@@ -82,7 +84,7 @@ class OptionScoring:
     def _ask(
         self, ids: Iterable[int], scores: dict[int, Path], *, shared_len: int = 0, option: int | None = None
     ) -> None:
-        sequence = self._scheduler.new_sequence(self._namespace, ids, shared_len=shared_len)
+        sequence = self._scheduler.new_sequence(self._base.namespace, ids, shared_len=shared_len)
         self._options.append(sequence)
         self.requests.append(Request(sequence, scores=scores, priority=self._priority, score_only=True, option=option))
 
@@ -117,9 +119,14 @@ class OptionScoring:
         self._pending = {request.sequence.id for request in self.requests[known:]}
         return self.requests[known:]
 
-    def decide(self, seed: int) -> tuple[str, Path, tuple[ChoiceScore, ...]]:
-        """The winning option, its tokens after the base, and every option's score."""
-        node, selection = self.node, self._selection
+    @property
+    def steps_left(self) -> int:
+        """Most steps until it ends, as far as is known: what was asked for is computed together."""
+        return 1
+
+    def finish(self) -> ValueEvent:
+        """The value, once everything is scored. The winning option is in the branch's state from now on."""
+        node, branch, selection = self.node, self.branch, self._selection
         best, scores = decide(
             node.choices,
             selection.paths,
@@ -127,13 +134,21 @@ class OptionScoring:
             node.method,
             unconditional=[self._unconditional[i] for i in range(len(node.choices))] if self._unconditional else (),
             temperature=node.temperature,
-            seed=seed,
+            seed=self._seed,
         )
-        return node.choices[best], selection.paths[best], scores
-
-    def usage(self) -> Usage:
-        """Tokens of all requests."""
-        return sum((request.usage() for request in self.requests), Usage())
+        branch.sequence.token_ids.extend(selection.paths[best])
+        branch.transcript.add_text(node.choices[best])
+        branch.transcript.flush()  # the same ids again: the unit and the option in one
+        self.release()
+        return ValueEvent(
+            node=node.id,
+            branch=branch.id,
+            name=node.name,
+            value=node.choices[best],
+            token_ids=selection.paths[best],
+            usage=sum((request.usage() for request in self.requests), Usage()),
+            choices=scores,
+        )
 
     def release(self) -> None:
         """Let go of the options' sequences; the base is the branch's."""

@@ -9,6 +9,7 @@ from support.scripted import Rig
 
 from sgl.errors import InvalidParameter
 from sgl.lang.graph import ChoicesMethod, Graph, LiteralText, ProgramOptions, Select, Text, ValueEvent
+from sgl.limits import DEFAULT_LIMITS
 from sgl.runtime.selection import Path, Selection, decide
 
 METHODS: tuple[ChoicesMethod, ...] = ("token_length_normalized", "greedy_token_selection")
@@ -96,10 +97,10 @@ def test_five_hundred_options_in_the_engine(method: ChoicesMethod) -> None:
     everything = select(whole, 1, choices, method=method)
     best = select(early, 1, choices, method=method, all_scores=False)
     assert best.value == everything.value
-    # All options in one step, however many rows the batch has: a select's rows are gone with the step.
-    assert whole.core.snapshot().forwards == 1
     tokens = len({choice[:k] for choice in choices for k in range(1, len(choice))})
     assert everything.usage.scored_tokens == tokens
+    # However many rows the batch has: a select's rows are gone with the step, which scores `max_choices` of them.
+    assert whole.core.snapshot().forwards == -(-tokens // DEFAULT_LIMITS.max_choices)
     # The scripted model is nearly flat: bounds rule little out. `Model` above has sharp ones too.
     assert best.usage.scored_tokens < (tokens / 8 if method == "greedy_token_selection" else tokens)
     by_name = {score.choice: score for score in everything.choices}

@@ -1,0 +1,125 @@
+"""One `Gen` while it runs in the engine: its request, and the value that it becomes.
+
+Owns the request and the generation of one node. What to draw and when to stop is `generation.py`; nodes, queues and
+events are the program run's, which makes one of these for each `Gen` and asks it for deltas and for the value.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+from sgl.errors import EmptyPrompt
+from sgl.grammars.matcher import CompiledGrammar
+from sgl.lang.graph import DeltaEvent, Gen, ProgramOptions, Usage, ValueEvent
+from sgl.runtime.branch import Branch
+from sgl.runtime.generation import Generation
+from sgl.runtime.prompt_logprobs import prompt_logprobs, prompt_scores
+from sgl.runtime.sequence import Request
+from sgl.runtime.services import Services
+
+
+class Drawing:
+    """A generation under way.
+
+    Args:
+        branch: what it continues; its pending unit is encoded.
+        grammar: the node's constraint, compiled.
+        seed: for a node that has none.
+
+    Raises:
+        EmptyPrompt: there is nothing to continue.
+        InvalidParameter: the prompt is shorter than where its log-probabilities should start.
+    """
+
+    def __init__(
+        self,
+        node: Gen,
+        branch: Branch,
+        grammar: CompiledGrammar | None,
+        services: Services,
+        options: ProgramOptions,
+        *,
+        seed: int,
+    ) -> None:
+        sequence, sampling = branch.sequence, node.sampling
+        if not sequence.token_ids:
+            raise EmptyPrompt(
+                "the prompt is empty and this model has no beginning-of-sequence token",
+                hint="append some text before generating",
+            )
+        self.node = node
+        self.branch = branch
+        self._scheduler = services.scheduler
+        self._streams = options.stream
+        new_tokens = min(sampling.max_new_tokens, max(0, services.config.context_len - len(sequence)))
+        self._generation = Generation(
+            sampling,
+            services.tokenizer,
+            services.tokenizer.eos_ids,
+            seed=sampling.seed if sampling.seed is not None else seed,
+            max_new_tokens=new_tokens,
+            matcher=grammar.matcher() if grammar is not None else None,
+            limits=services.limits,
+        )
+        if services.faults is not None:
+            self._generation.before_text = partial(services.faults.reach, "in_detok", options.name)
+        self.request = Request(
+            sequence,
+            generation=self._generation if sampling.max_new_tokens else None,
+            scores=prompt_scores(sequence.token_ids, sampling),
+            top=sampling.top_logprobs_num,
+            new_tokens=new_tokens,
+            priority=options.priority,
+        )
+
+    @property
+    def requests(self) -> list[Request]:
+        """The request, alone."""
+        return [self.request]
+
+    @property
+    def steps_left(self) -> int:
+        """Most steps until it ends."""
+        return self.request.new_tokens - self.request.completion_tokens
+
+    def delta(self) -> DeltaEvent | None:
+        """What became final since the last call, for a program that streams."""
+        if not self._streams:
+            return None
+        text, ids = self._generation.take_delta()
+        if not text and not ids:
+            return None
+        self.branch.num_streamed += len(text)
+        return DeltaEvent(node=self.node.id, branch=self.branch.id, name=self.node.name, text=text, token_ids=ids)
+
+    def finish(self) -> ValueEvent:
+        """The value, once the request is done. What stays of the output is in the branch's state from now on."""
+        generation, request, branch = self._generation, self.request, self.branch
+        value, kept = generation.decoder.text, generation.keep()
+        usage = request.usage()
+        if kept.num_tokens < len(generation.output_ids):
+            self._scheduler.truncate(branch.sequence, request.prompt_len + kept.num_tokens)
+            if kept.rest:
+                healed = Usage(healed_tokens=1)
+                self._scheduler.stats.add(healed)
+                usage += healed
+        branch.transcript.add_generated(kept.text, kept.num_tokens)
+        if kept.rest:
+            branch.transcript.add_text(kept.rest)
+        if self._streams:
+            branch.num_streamed -= len(value) - len(kept.text) - len(kept.rest)
+        return ValueEvent(
+            node=self.node.id,
+            branch=branch.id,
+            name=self.node.name,
+            value=value,
+            token_ids=tuple(generation.output_ids),
+            finish=generation.finish or "length",
+            matched=generation.matched,
+            usage=usage,
+            logprobs=tuple(generation.logprobs),
+            prompt_logprobs=prompt_logprobs(request, self.node.sampling),
+        )
+
+    def release(self) -> None:
+        """Nothing: its sequence is the branch's."""
