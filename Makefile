@@ -7,7 +7,7 @@
 
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint test-gpu clean
+.PHONY: help demo test lint test-slow test-gpu clean
 
 PYTHON ?= python3
 TORCH_INDEX ?=
@@ -17,7 +17,7 @@ READY := $(VENV)/.ready
 PYTEST := $(BIN)/python -m pytest --import-mode=importlib
 
 help:
-	@echo "make demo | test | lint | test-gpu | clean   (see README.md)"
+	@echo "make demo | test | lint | test-slow | test-gpu | clean   (see README.md)"
 
 # One stamp for the whole set-up: it is rewritten only after every step went well, so a broken-off install starts again.
 $(READY): pyproject.toml constraints.txt
@@ -42,6 +42,11 @@ lint: $(READY)
 
 test: lint
 	$(PYTEST) --doctest-modules -m "not gpu and not slow" sgl tests
+
+# What the suite leaves out: 10,000 operations of each state machine, and the long forms of the equality and oracle tests.
+test-slow: $(READY)
+	SGL_LONG=1 $(PYTEST) tests/property
+	$(PYTEST) -m "slow and not gpu" tests
 
 test-gpu: $(READY)
 	$(PYTEST) -m gpu tests

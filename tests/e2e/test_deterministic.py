@@ -237,9 +237,10 @@ def test_toy_model_1000_requests() -> None:
     assert changed == {kind for kind, random in enumerate(drawn) if random}, "a seed means something where one is drawn"
 
 
-def test_under_pressure() -> None:
+@pytest.mark.parametrize("number", [48, pytest.param(1000, marks=pytest.mark.slow)])
+def test_under_pressure(number: int) -> None:
     """Longer outputs, which are put back in the middle and computed again, or stand on pages that they copied."""
-    bench, cases = toy_bench(), toy_cases(48, new_tokens=(4, 8, 16))
+    bench, cases = toy_bench(), toy_cases(number, new_tokens=(4, 8, 16))
     outcomes = {name: bench.run(way, cases) for name, way in {"alone": WAYS["alone"], **UNDER_PRESSURE}.items()}
     alone, _ = outcomes["alone"]
     assert outcomes == {name: (alone, []) for name in outcomes}
@@ -253,19 +254,30 @@ def test_the_ordinary_path_is_told_apart(way: str) -> None:
     assert bench.run(WAYS[way], cases)[1]
 
 
-def test_smollm2_20_prompts() -> None:
+TOPICS = (
+    "rain", "a lighthouse", "prime numbers", "bread", "the moon", "chess", "ants", "glass", "tea", "maps", "snow",
+    "a clock", "rivers", "honey", "the sea", "music", "bees", "iron", "coffee", "stars", "wind", "a bridge", "zero",
+    "salt", "the sun",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("num_topics", "new_tokens"), [(10, 3), pytest.param(25, 16, marks=pytest.mark.slow)], ids=["20", "50"]
+)
+def test_smollm2_prompts(num_topics: int, new_tokens: int) -> None:
+    """Two prompts per topic in every way; the longer outputs of the slow case also under pressure."""
     checkpoint = open_checkpoint(locate("smollm2-135m"))
     bench = Bench(checkpoint, Tokenizer.from_gguf(checkpoint.gguf_metadata or {}), num_threads=2)
-    topics = ["rain", "a lighthouse", "prime numbers", "bread", "the moon", "chess", "ants", "glass", "tea", "maps"]
     cases = []
-    for index, topic in enumerate(topics):
-        for text, sampling in (
-            (f"Here is a short text about {topic}. It begins", Sampling(max_new_tokens=3, temperature=0)),
-            (f"Write a line about {topic}:", Sampling(max_new_tokens=3, temperature=1.0, top_p=0.95, seed=index)),
+    for index, topic in enumerate(TOPICS[:num_topics]):
+        for text, options in (
+            (f"Here is a short text about {topic}. It begins", {"temperature": 0}),
+            (f"Write a line about {topic}:", {"temperature": 1.0, "top_p": 0.95, "seed": index}),
         ):
             ids = tuple(bench.tokenizer.encode(text))
-            cases.append(Case(ids, 4, sampling))
-    outcomes = {name: bench.run(WAYS[name], cases) for name in ("alone", "batched", "cached", "chunked", "forked")}
+            cases.append(Case(ids, 4, Sampling(max_new_tokens=new_tokens, ignore_eos=True, **options)))
+    ways = WAYS if num_topics == 10 else {**WAYS, "retracted": UNDER_PRESSURE["retracted"]}
+    outcomes = {name: bench.run(way, cases) for name, way in ways.items()}
     alone, _ = outcomes["alone"]
     assert outcomes == {name: (alone, []) for name in outcomes}
-    assert len(bench.seen) == 20 * 3
+    assert len(bench.seen) == 2 * num_topics * new_tokens
