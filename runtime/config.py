@@ -131,6 +131,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         tuple[str, ...],
         Meta(description="Custom logit processors that requests may name, each `module:attribute`; imported at start."),
     ] = ()
+    disable_forced_tokens: Annotated[
+        bool, Meta(description="Draw output tokens one by one also where a constraint leaves one continuation.")
+    ] = False
     num_threads: Annotated[Count | None, Meta(description="CPU threads of the model.")] = None
     offline: Annotated[bool, Meta(description="Never touch the network; use what is in the cache.")] = False
     enable_deterministic_inference: Annotated[
@@ -273,6 +276,7 @@ class ResolvedConfig(msgspec.Struct, frozen=True, kw_only=True):
     radix_eviction_policy: EvictionPolicyName = "program"
     radix_eviction_policy_config: dict[str, int] = {}
     max_pinned_tokens: int = 0
+    disable_forced_tokens: bool = False
     facts: Facts | None = None
     memory: MemoryPlan | None = None
     reasons: tuple[Reason, ...] = ()
@@ -336,6 +340,7 @@ def resolve(config: EngineConfig, facts: Facts) -> ResolvedConfig:
             config.radix_eviction_policy, config.radix_eviction_policy_config
         ),
         max_pinned_tokens=_pinned_tokens(config, sizes.pool_tokens, reasons),
+        disable_forced_tokens=config.disable_forced_tokens,
         schedule_conservativeness=config.schedule_conservativeness,
         retraction_policy=config.retraction_policy,
         state_lease=config.state_lease,
