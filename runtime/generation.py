@@ -3,6 +3,9 @@
 Owns the output ids, the incremental text, the constraint's state and the reason of the end. Does not own the sequence
 (the scheduler appends what `push` returns) nor the draw (the sampler does). A program run makes one for each `Gen`.
 
+Where the constraint leaves one continuation, `force` takes its tokens without a draw; they go the same way as drawn
+ones, so stops, limits and text see no difference.
+
 The end, in the order in which it is looked for: an end-of-sequence or stop token id, a stop string or pattern, a
 constraint that nothing can follow, `max_new_tokens`. What ended the output is not part of it unless `no_stop_trim`; an
 end-of-sequence token that is kept so is part of the value and not of the state, which the program goes on with.
@@ -11,7 +14,7 @@ end-of-sequence token that is kept so is part of the value and not of the state,
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from sgl.errors import ConstraintDeadEnd, ConstraintTooComplex
@@ -19,6 +22,7 @@ from sgl.grammars.matcher import Matcher, StopReason
 from sgl.lang.graph import Sampling, TokenLogprob
 from sgl.limits import DEFAULT_LIMITS, Limits
 from sgl.runtime.plan import RowResult, SampleSpec
+from sgl.runtime.sequence import NOTHING_FORCED, ForcedRun
 from sgl.runtime.text.detokenize import StreamDecoder, TokenBytes
 
 
@@ -40,6 +44,7 @@ class Generation:
         seed: resolved seed.
         max_new_tokens: `sampling.max_new_tokens`, or less where the context ends first.
         matcher: the constraint, at its start.
+        forces: take tokens without a draw where the constraint leaves no other.
         limits: bounds the time of stop patterns.
 
     Attributes:
@@ -56,6 +61,7 @@ class Generation:
         seed: int,
         max_new_tokens: int,
         matcher: Matcher | None = None,
+        forces: bool = True,
         limits: Limits = DEFAULT_LIMITS,
     ) -> None:
         self.sampling = sampling
@@ -79,6 +85,7 @@ class Generation:
         self.before_text: Callable[[], None] | None = None  # a fault point
         self._new_text: list[str] = []
         self._num_taken = 0
+        self._forces = forces and matcher is not None
         self._tokenizer = tokenizer
         self._eos_ids = eos_ids
         self._before_eos: str | None = None  # the text, when an end-of-sequence token is kept after it
@@ -93,29 +100,61 @@ class Generation:
 
     def spec(self) -> SampleSpec:
         """How to draw the next token."""
-        early = len(self.output_ids) < self.sampling.min_new_tokens
         return SampleSpec(
             sampling=self.sampling,
             seed=self.seed,
             position=len(self.output_ids),
             output_ids=self.output_ids,
-            blocked_ids=self._blocked if early else (),
+            blocked_ids=self._blocked if self._is_early else (),
             matcher=self.matcher,
             processor_params=self._params,
         )
 
+    @property
+    def _is_early(self) -> bool:
+        return len(self.output_ids) < self.sampling.min_new_tokens
+
+    def force(self) -> ForcedRun:
+        """Take every token that the constraint leaves no choice about, up to the end of the output if one is met.
+
+        A stop that may not come yet is left to the sampler, which blocks it.
+        """
+        if not self._forces or self.finished:
+            return NOTHING_FORCED
+        first = len(self.output_ids)
+        kept = [self._take(TokenLogprob(token_id, None)) for token_id in self._forced()]
+        given = self.sampling.token_ids_logprob
+        scores = {i: (self.output_ids[i], *given) for i in range(first, len(self.output_ids))}
+        return ForcedRun(
+            num_tokens=len(kept),
+            token_ids=[token_id for token_id in kept if token_id is not None],
+            scores=scores if self.sampling.return_logprob and self.failed is None else {},
+        )
+
+    def _forced(self) -> Iterator[int]:
+        """Forced tokens, while whoever asks takes them one by one."""
+        while self.matcher is not None and (forced := self.matcher.forced_tokens()):
+            for token_id in forced:
+                if self.finished or (self._is_early and token_id in self._blocked):
+                    return
+                yield token_id
+
     def push(self, row: RowResult) -> int | None:
         """Take the drawn token; the id to append to the sequence, or `None` when it ended the output."""
-        token_id = row.token_id
-        if token_id is None or self.finished:
+        if row.token_id is None or self.finished:
             return None
+        return self._take(TokenLogprob(row.token_id, row.logprob, row.top, row.given))
+
+    def _take(self, entry: TokenLogprob) -> int | None:
+        """Go on with a token; its id when it stays in the sequence."""
+        token_id = entry.token_id
         if token_id in self._ends:
-            return self._push_end(row, token_id)
+            return self._take_end(entry)
         if self.matcher is not None and not self.matcher.accept(token_id):
             self.failed = (ConstraintDeadEnd.code, f"the constraint refused token {token_id}, which its mask allowed")
             self._end("stop", None)
             return None
-        self._append(row, token_id)
+        self._append(entry)
         if self.failed is not None:
             return token_id
         if self.decoder.finished_by is not None:
@@ -129,23 +168,24 @@ class Generation:
             self._end("length", None)
         return token_id
 
-    def _append(self, row: RowResult, token_id: int) -> None:
-        self.output_ids.append(token_id)
+    def _append(self, entry: TokenLogprob) -> None:
+        self.output_ids.append(entry.token_id)
         if self.sampling.return_logprob:
-            self.logprobs.append(TokenLogprob(token_id, row.logprob, row.top, row.given))
+            self.logprobs.append(entry)
         if self.before_text is not None:
             self.before_text()
         try:
-            self._new_text.append(self.decoder.push(token_id))
+            self._new_text.append(self.decoder.push(entry.token_id))
         except ConstraintTooComplex as error:  # a stop pattern that takes too long
             self.failed = (error.code, str(error))
             self.finish = "stop"
 
-    def _push_end(self, row: RowResult, token_id: int) -> int | None:
+    def _take_end(self, entry: TokenLogprob) -> int | None:
         """Take the token that ends the output; its id when it stays in the sequence."""
+        token_id = entry.token_id
         is_eos = token_id in self._eos_ids
         if self.sampling.no_stop_trim:
-            self._append(row, token_id)
+            self._append(entry)
         if self.failed is None:
             self._end("stop", token_id)
         if not self.sampling.no_stop_trim:

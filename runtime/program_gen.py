@@ -13,7 +13,7 @@ from sgl.grammars.matcher import CompiledGrammar
 from sgl.lang.graph import DeltaEvent, Gen, ProgramOptions, Usage, ValueEvent
 from sgl.runtime.branch import Branch
 from sgl.runtime.generation import Generation
-from sgl.runtime.prompt_logprobs import prompt_logprobs, prompt_scores
+from sgl.runtime.prompt_logprobs import output_logprobs, prompt_logprobs, prompt_scores
 from sgl.runtime.sequence import Request
 from sgl.runtime.services import Services
 
@@ -59,6 +59,7 @@ class Drawing:
             seed=sampling.seed if sampling.seed is not None else seed,
             max_new_tokens=new_tokens,
             matcher=grammar.matcher() if grammar is not None else None,
+            forces=not services.config.disable_forced_tokens,
             limits=services.limits,
         )
         if services.faults is not None:
@@ -117,7 +118,7 @@ class Drawing:
             finish=generation.finish or "length",
             matched=generation.matched,
             usage=usage,
-            logprobs=tuple(generation.logprobs),
+            logprobs=output_logprobs(request, generation.logprobs, self.node.sampling),
             prompt_logprobs=prompt_logprobs(request, self.node.sampling),
         )
 

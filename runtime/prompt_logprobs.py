@@ -1,4 +1,4 @@
-"""Log-probabilities of a prompt: what to score, and the scores as the client reads them.
+"""Log-probabilities of a prompt, and of forced output: what to score, and the scores as the client reads them.
 
 Pure functions over a request. A token is predicted by the position before it, so the logits of a position that was
 found in the cache are missing: a request that wants them reuses the cache up to its first scored position only, and
@@ -42,8 +42,21 @@ def prompt_logprobs(request: Request, sampling: Sampling) -> tuple[TokenLogprob,
         return ()
     ids = request.sequence.token_ids
     entries = [TokenLogprob(ids[0], None)] if sampling.logprob_start_len == 0 else []
-    for position in sorted(request.scores):
+    for position in sorted(position for position in request.scores if position < request.prompt_len - 1):
         logprob, *given = request.logprobs[position]
         pairs = tuple(zip(sampling.token_ids_logprob, given, strict=True))
         entries.append(TokenLogprob(ids[position + 1], logprob, request.tops.get(position, ()), pairs))
+    return tuple(entries)
+
+
+def output_logprobs(request: Request, drawn: Sequence[TokenLogprob], sampling: Sampling) -> tuple[TokenLogprob, ...]:
+    """The entries of the output, those of forced tokens, which have no log-probability yet, from the scores."""
+    entries = []
+    for index, entry in enumerate(drawn):
+        position = request.prompt_len + index - 1
+        if entry.logprob is None and position in request.logprobs:
+            logprob, *given = request.logprobs[position]
+            pairs = tuple(zip(sampling.token_ids_logprob, given, strict=True))
+            entry = TokenLogprob(entry.token_id, logprob, request.tops.get(position, ()), pairs)
+        entries.append(entry)
     return tuple(entries)

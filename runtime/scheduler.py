@@ -28,10 +28,10 @@ from sgl.runtime.estimate import OutputEstimate
 from sgl.runtime.failures import internal_error
 from sgl.runtime.paging import Paging
 from sgl.runtime.pins import Pins
-from sgl.runtime.plan import Chunk, ScoreSpec, StepPlan, StepResult
+from sgl.runtime.plan import Chunk, RowResult, ScoreSpec, StepPlan, StepResult
 from sgl.runtime.policies import MAX_SKIPS, QueuePolicy, victim
 from sgl.runtime.radix import RadixNode
-from sgl.runtime.sequence import Owner, Request, Sequence
+from sgl.runtime.sequence import Owner, Request, Sampled, Sequence
 from sgl.runtime.stats import Stats
 
 
@@ -128,6 +128,8 @@ class Scheduler:
             )
         self._check_fits(request)
         request.sequence.priority = max(request.sequence.priority, request.priority)
+        if request.generation is not None:
+            request.take_forced(request.generation.force())
         request.account_found(0, min(request.sequence.num_computed, request.reusable_len))
         request.due = self._num_admitted + len(self.waiting) + MAX_SKIPS
         self.waiting.append(request)
@@ -224,20 +226,14 @@ class Scheduler:
             for i, (score, values) in enumerate(zip(chunk.scores, row.scores, strict=True)):
                 request.take_scores(chunk.start + score.offset, values, row.tops[i] if row.tops else ())
             if row.token_id is not None and request.generation is not None:
-                request.completion_tokens += 1
                 try:
-                    token_id = request.generation.push(row)
+                    _take(request, request.generation, row)
                 except Exception as error:  # noqa: BLE001 - a token that one row cannot take is not the others' concern
                     failure = internal_error("a drawn token could not be taken", error)
                     request.failed = (failure.code, failure.message)
-                    self._finish(request)
-                    continue
-                if token_id is not None:
-                    request.sequence.token_ids.append(token_id)
-                if request.generation.finished:
-                    request.failed = request.generation.failed
-                    self._finish(request)
-            elif request.sequence.num_computed >= request.prompt_len and request.generation is None:
+            if request.failed is None and request.generation is not None:
+                request.failed = request.generation.failed
+            if request.failed is not None or request.complete:
                 self._finish(request)
         return touched
 
@@ -330,7 +326,8 @@ class Scheduler:
         self.paging.write(sequence, start, end)
         if start < request.prompt_len and not self.paging.is_known(sequence):
             self.paging.publish(sequence, end)
-        sample = request.generation.spec() if request.generation is not None and end == length else None
+        generation = request.generation if end == length else None
+        sample = generation.spec() if generation is not None and not generation.finished else None
         scores = tuple(
             ScoreSpec(offset=position - start, token_ids=request.scores[position], top=request.top)
             for position in scored
@@ -417,6 +414,15 @@ class Scheduler:
             self._estimate.ended(request.completion_tokens)
         self.paging.rest(request.sequence)
         self.pins.ended(request)
+
+
+def _take(request: Request, generation: Sampled, row: RowResult) -> None:
+    """Append the token that a step drew, and those that must follow it."""
+    request.completion_tokens += 1
+    token_id = generation.push(row)
+    if token_id is not None:
+        request.sequence.token_ids.append(token_id)
+    request.take_forced(generation.force())
 
 
 def _unlocked_pages(node: RadixNode) -> int:

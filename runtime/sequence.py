@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from itertools import takewhile
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from sgl.lang.graph import Usage
 from sgl.runtime.cache_key import CacheKey
@@ -78,6 +78,18 @@ class Owner(Protocol):
         """The step in which the sequence will be computed on; infinite when never, `None` when nobody knows."""
 
 
+class ForcedRun(NamedTuple):
+    """Output tokens that were taken without a draw: how many, the ids to append to the sequence (one that ended the
+    output is not among them), and by index in the output the ids whose log-probabilities are still wanted."""
+
+    num_tokens: int
+    token_ids: list[int]
+    scores: dict[int, tuple[int, ...]]
+
+
+NOTHING_FORCED = ForcedRun(0, [], {})
+
+
 class Sampled(Protocol):
     """What draws tokens for a request: `Generation`. `failed` is an error code and a reason."""
 
@@ -88,6 +100,9 @@ class Sampled(Protocol):
 
     def push(self, row: RowResult) -> int | None:
         """Take the drawn token; the id to append to the sequence, or `None` when the generation ended without it."""
+
+    def force(self) -> ForcedRun:
+        """Take the tokens that must come next."""
 
     @property
     def finished(self) -> bool:
@@ -163,6 +178,7 @@ class Request:
         self.cached_tokens = 0
         self.prefill_tokens = 0
         self.completion_tokens = 0
+        self.forced_tokens = 0
         self.recomputed_tokens = 0
 
     @property
@@ -181,6 +197,22 @@ class Request:
             self.tops[position] = top
         while self._unscored and self._unscored[0] in self.logprobs:
             self._unscored.popleft()
+
+    def take_forced(self, run: ForcedRun) -> None:
+        """Append what was forced: the next chunk computes it with what stands before it, and its log-probabilities."""
+        self.completion_tokens += run.num_tokens
+        self.forced_tokens += run.num_tokens
+        self.sequence.token_ids.extend(run.token_ids)
+        for index, token_ids in run.scores.items():
+            position = self.prompt_len + index - 1  # the position before predicts it
+            self.scores[position] = token_ids
+            self._unscored.append(position)
+
+    @property
+    def complete(self) -> bool:
+        """Whether nothing is left to compute, draw or score."""
+        drawn = self.generation is None or self.generation.finished
+        return drawn and not self._unscored and self.sequence.num_computed >= self.prompt_len
 
     def account_found(self, start: int, end: int) -> None:
         """Positions `start .. end` were found in the cache."""
@@ -201,6 +233,7 @@ class Request:
             cached_tokens=self.cached_tokens,
             prefill_tokens=self.prefill_tokens,
             completion_tokens=self.completion_tokens,
+            forced_tokens=self.forced_tokens,
             scored_tokens=self.prefill_tokens if self.score_only else 0,
             recomputed_tokens=self.recomputed_tokens,
         )

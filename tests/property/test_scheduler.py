@@ -18,7 +18,7 @@ from sgl.runtime.eviction import POLICIES
 from sgl.runtime.plan import RowResult, SampleSpec, StepPlan, StepResult
 from sgl.runtime.radix import RadixNode
 from sgl.runtime.scheduler import Scheduler
-from sgl.runtime.sequence import Request, Sequence
+from sgl.runtime.sequence import NOTHING_FORCED, ForcedRun, Request, Sequence
 from sgl.runtime.stats import Stats
 
 CONTEXT = 200
@@ -44,6 +44,9 @@ class Drawn:
     def push(self, row: RowResult) -> int | None:
         self.left -= 1
         return row.token_id
+
+    def force(self) -> ForcedRun:
+        return NOTHING_FORCED
 
     @property
     def finished(self) -> bool:
