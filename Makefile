@@ -33,6 +33,7 @@ $(READY): pyproject.toml constraints.txt
 	@touch $@
 
 demo: $(READY)
+	$(BIN)/sgl doctor --build >/dev/null
 	$(BIN)/sgl run tutorials/01_first_program.py
 
 lint: $(READY)

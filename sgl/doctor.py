@@ -20,9 +20,10 @@ import sgl
 from sgl import environment, limits
 from sgl.errors import DownloadFailed, ErrorInfo, SglError
 from sgl.kernels import registry
+from sgl.kernels.native import library
 from sgl.runtime.config import EngineConfig, ResolvedConfig, config_from_mapping, resolve
 from sgl.runtime.loading.checkpoint import open_checkpoint
-from sgl.runtime.loading.facts import available_bytes, cpu_count, memory_limits
+from sgl.runtime.loading.facts import available_bytes, cpu_count, memory_limits, native_folder
 from sgl.runtime.loading.sources import CachedModel, cache_folder, cached_models, locate
 from sgl.runtime.memory_plan import MemoryLimit
 from sgl.runtime.models.registry import ModelConfig
@@ -62,6 +63,18 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
     torch_threads: int
 
 
+class NativeReport(msgspec.Struct, frozen=True, kw_only=True):
+    """The native CPU kernels: what they are built with and where they lie; `obstacle` says why they cannot be built,
+    `build_s` how long it took just now."""
+
+    instruction_set: str = ""
+    compiler: str = ""
+    path: str = ""
+    built: bool = False
+    build_s: float = 0.0
+    obstacle: str = ""
+
+
 class ModelReport(msgspec.Struct, frozen=True, kw_only=True):
     """One model: whether it is here, and what an engine on it would run with. `error` says why it would not start."""
 
@@ -92,6 +105,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     machine: Machine
     cache_folder: str
     cached_models: tuple[CachedModel, ...]
+    native: NativeReport
     kernels: tuple[registry.Choice, ...]
     model: ModelReport
     environment: tuple[environment.Variable, ...]
@@ -99,11 +113,12 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     limits: tuple[Limit, ...]
 
 
-def examine(fields: Mapping[str, Any]) -> Report:
+def examine(fields: Mapping[str, Any], *, build: bool = False) -> Report:
     """The report for an engine with these options.
 
     Args:
         fields: as for `EngineConfig`; the environment adds those that are not given.
+        build: compile the native kernels if that has not been done.
 
     Raises:
         ConfigError: unknown or invalid options.
@@ -118,6 +133,7 @@ def examine(fields: Mapping[str, Any]) -> Report:
         machine=machine(),
         cache_folder=str(cache_folder()),
         cached_models=tuple(cached_models()),
+        native=examine_native(build=build),
         kernels=tuple(registry.explain(_op_facts(model))),
         model=model,
         environment=environment.table(EngineConfig),
@@ -144,6 +160,22 @@ def examine_model(fields: Mapping[str, Any]) -> ModelReport:
     except SglError as error:
         return ModelReport(model=wish.model_path, local=True, path=path, error=error.to_info())
     return ModelReport(model=wish.model_path, local=True, path=path, config=checkpoint.config, resolved=resolved)
+
+
+def examine_native(*, build: bool = False) -> NativeReport:
+    """The native kernels of this machine, built now if `build` says so."""
+    try:
+        plan = library.plan(native_folder())
+        seconds = library.build(plan) if build else 0.0
+    except library.NativeUnavailable as reason:
+        return NativeReport(obstacle=str(reason))
+    return NativeReport(
+        instruction_set=plan.instruction_set,
+        compiler=plan.compiler,
+        path=plan.path,
+        built=plan.done,
+        build_s=round(seconds, 2),
+    )
 
 
 def machine() -> Machine:
@@ -177,6 +209,7 @@ def _op_facts(model: ModelReport) -> registry.OpFacts:
         num_kv_heads=model.config.num_key_value_heads,
         page_size=model.resolved.page_size,
         deterministic=model.resolved.deterministic,
+        native=model.resolved.kernels == "native",
     )
 
 

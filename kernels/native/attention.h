@@ -18,6 +18,7 @@
 namespace sgl {
 
 constexpr int64_t KEYS = 64, SPLIT = 512, QUERIES = 16;
+constexpr int64_t FEW = 64;  // heads whose splits one member joins faster than a barrier lets several do it
 
 // One sequence's part of a step: `length` tokens at positions from `start`. Python has the same struct (attention.py).
 struct Chunk {
@@ -102,11 +103,12 @@ class Attention {
         return KEYS * (2 * wide_ + 1) + QUERIES * heads_.group() * (wide_ + 2 * (wide_ + 2));
     }
 
-    // Called by all members. `query` is [T, heads, dim], scaled already; `out` has the same shape. `scratch` is the
-    // member's own.
-    SGL_OUTLINE void run(Team& team, const float* query, const void* keys, const void* values, float* partial, float* scratch,
-             float* out) const {
-        team.each(int64_t(tasks_.size()) * heads_.kv, [&](int64_t index) {
+    // Called by all members, and `then` by one at the end. `query` is [T, heads, dim], scaled already; `out` has the
+    // same shape. `scratch` is the member's own.
+    template <class Then>
+    void run(Team& team, const float* query, const void* keys, const void* values, float* partial, float* scratch,
+             float* out, Then&& then) const {
+        auto task_of = [&](int64_t index) {
             const Task& task = tasks_[size_t(index / heads_.kv)];
             int64_t head = index % heads_.kv;
             if (heads_.bfloat16) {
@@ -116,15 +118,20 @@ class Attention {
                 compute(task, head, query, static_cast<const float*>(keys), static_cast<const float*>(values), partial,
                         scratch, out);
             }
-        });
-        if (alone_.empty()) return;
-        team.each(int64_t(alone_.size()) * heads_.query, [&](int64_t index) {
-            const Task& task = alone_[size_t(index / heads_.query)];
-            int64_t head = index % heads_.query;
-            Seen total = partial_state(partial, task.row, 0, head);
-            for (int64_t s = 1; s * SPLIT < task.limit(0); s++) merge(total, partial_state(partial, task.row, s, head));
-            finish(total, out + (task.row * heads_.query + head) * heads_.dim);
-        });
+        };
+        int64_t tasks = int64_t(tasks_.size()) * heads_.kv, joined = int64_t(alone_.size()) * heads_.query;
+        auto join = [&](int64_t index) {
+            join_splits(alone_[size_t(index / heads_.query)], index % heads_.query, partial, out);
+        };
+        if (joined <= FEW) {
+            team.each(tasks, task_of, [&] {
+                for (int64_t i = 0; i < joined; i++) join(i);
+                then();
+            });
+        } else {
+            team.each(tasks, task_of);
+            team.each(joined, join, then);
+        }
     }
 
    private:
@@ -157,6 +164,12 @@ class Attention {
         if (task.limit(0) < end || next.limit(0) < end) return false;
         int64_t first = begin / heads_.page_size, last = (end + heads_.page_size - 1) / heads_.page_size;
         return std::memcmp(task.pages + first, next.pages + first, size_t(last - first) * 4) == 0;
+    }
+
+    void join_splits(const Task& task, int64_t head, float* partial, float* out) const {
+        Seen total = partial_state(partial, task.row, 0, head);
+        for (int64_t s = 1; s * SPLIT < task.limit(0); s++) merge(total, partial_state(partial, task.row, s, head));
+        finish(total, out + (task.row * heads_.query + head) * heads_.dim);
     }
 
     Seen partial_state(float* partial, int64_t row, int64_t split, int64_t head) const {

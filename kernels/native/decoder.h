@@ -2,7 +2,7 @@
 // the residual stream.
 //
 // One call computes all layers, so that a step costs one start of the team. Everything is a sequence of the other files'
-// loops with a barrier after each; activations between them are float.
+// loops with a barrier after each (five in a layer when few tokens are decoded); activations between them are float.
 #pragma once
 
 #include "attention.h"
@@ -99,52 +99,66 @@ struct DecoderSpace {
     }
 };
 
+// Rows whose norms and activations one member computes faster than a barrier lets several do it.
+constexpr int64_t FEW_ROWS = 2;
+
 class Decoder {
    public:
     Decoder(Team& team, const Shape& shape, const Step& step, const Attention& attention, const DecoderSpace& space)
-        : team_(team), shape_(shape), step_(step), attention_(attention), space_(space) {}
+        : team_(team), shape_(shape), step_(step), attention_(attention), space_(space), few_(step.tokens <= FEW_ROWS) {}
 
-    // Called by all members with their numbers.
-    void layer(const Layer& layer, int member) const {
-        int64_t query_size = int64_t(shape_.heads.query) * shape_.heads.dim;
-        normed(layer.attention_norm, {&layer.query, &layer.key, &layer.value});
-        product(space_.normed, shape_.hidden, {&layer.query, &layer.key, &layer.value},
-                {space_.query, space_.key, space_.value}, false);
-        team_.each(step_.tokens, [&](int64_t row) { rotate_and_write(layer, row); });
-        attention_.run(team_, space_.query, layer.keys, layer.values, space_.partial,
-                       space_.scratch + member * space_.scratch_floats, space_.mixed);
-        derive(space_.mixed, query_size, {&layer.output});
-        product(space_.mixed, query_size, {&layer.output}, {step_.x}, true);
-
-        normed(layer.feed_forward_norm, {&layer.gate, &layer.up});
-        product(space_.normed, shape_.hidden, {&layer.gate, &layer.up}, {space_.gate, space_.up}, false);
-        Forms forms;
-        forms.add(layer.down);
-        team_.each(step_.tokens, [&](int64_t row) {
+    // Called by all members with their numbers, for one layer after the other. `next` is the layer after, or null.
+    // Before the first one, `begin`.
+    void layer(const Layer& layer, const Layer* next, int member) const {
+        auto rotate = [&](int64_t row) { rotate_and_write(layer, row); };
+        auto mixed = [&, forms = forms_of({&layer.output})](int64_t row) {
+            derive_row(forms, space_.mixed + row * query_size(), row, query_size(), space_.derived);
+        };
+        auto feed_forward = [&, forms = forms_of({&layer.gate, &layer.up})](int64_t row) {
+            normed(layer.feed_forward_norm, forms, row);
+        };
+        auto activated = [&, forms = forms_of({&layer.down})](int64_t row) {
             float* gate = space_.gate + row * shape_.inner;
             silu_mul_row(gate, space_.up + row * shape_.inner, shape_.inner, gate);
             derive_row(forms, gate, row, shape_.inner, space_.derived);
-        });
-        product(space_.gate, shape_.inner, {&layer.down}, {step_.x}, true);
+        };
+        auto after = [&](int64_t row) {
+            if (next) begin_row(*next, row);
+        };
+        product(space_.normed, shape_.hidden, {&layer.query, &layer.key, &layer.value},
+                {space_.query, space_.key, space_.value}, false, rotate);
+        attention_.run(team_, space_.query, layer.keys, layer.values, space_.partial,
+                       space_.scratch + member * space_.scratch_floats, space_.mixed, [&] { if (few_) all_rows(mixed); });
+        if (!few_) team_.each(step_.tokens, mixed);
+        product(space_.mixed, query_size(), {&layer.output}, {step_.x}, true, feed_forward);
+        product(space_.normed, shape_.hidden, {&layer.gate, &layer.up}, {space_.gate, space_.up}, false, activated);
+        product(space_.gate, shape_.inner, {&layer.down}, {step_.x}, true, after);
+    }
+
+    // The first layer's input.
+    void begin(const Layer& first) const {
+        team_.each(step_.tokens, [&](int64_t row) { begin_row(first, row); });
     }
 
    private:
     using Weights = std::initializer_list<const Weight*>;
 
-    // x, normed, in the forms that `weights` need.
-    void normed(const float* norm, Weights weights) const {
-        Forms forms = forms_of(weights);
-        team_.each(step_.tokens, [&](int64_t row) {
-            float* out = space_.normed + row * shape_.hidden;
-            rms_norm_row(step_.x + row * shape_.hidden, norm, shape_.hidden, shape_.eps, out);
-            derive_row(forms, out, row, shape_.hidden, space_.derived);
-        });
+    int64_t query_size() const { return int64_t(shape_.heads.query) * shape_.heads.dim; }
+
+    template <class Once>
+    void all_rows(Once&& once) const {
+        for (int64_t row = 0; row < step_.tokens; row++) once(row);
     }
 
-    void derive(const float* values, int64_t cols, Weights weights) const {
-        Forms forms = forms_of(weights);
-        if (!forms.bytes && !forms.halves) return;
-        team_.each(step_.tokens, [&](int64_t row) { derive_row(forms, values + row * cols, row, cols, space_.derived); });
+    // A row of x, normed, in the forms that the next products need.
+    void normed(const float* norm, Forms forms, int64_t row) const {
+        float* out = space_.normed + row * shape_.hidden;
+        rms_norm_row(step_.x + row * shape_.hidden, norm, shape_.hidden, shape_.eps, out);
+        derive_row(forms, out, row, shape_.hidden, space_.derived);
+    }
+
+    void begin_row(const Layer& layer, int64_t row) const {
+        normed(layer.attention_norm, forms_of({&layer.query, &layer.key, &layer.value}), row);
     }
 
     static Forms forms_of(Weights weights) {
@@ -153,12 +167,17 @@ class Decoder {
         return forms;
     }
 
-    void product(const float* values, int64_t cols, Weights weights, std::initializer_list<float*> outs, bool add) const {
+    // Products of the derived activations, and then `once` for each row: by one member where the rows are few, which
+    // spares a barrier.
+    template <class Once>
+    void product(const float* values, int64_t cols, Weights weights, std::initializer_list<float*> outs, bool add,
+                 Once&& once) const {
         Activations x{values, step_.tokens, cols, space_.derived.bytes(), space_.derived.halves};
         Target targets[3];
         int count = 0;
         for (float* out : outs) targets[count] = {out, weights.begin()[count]->rows, add}, count++;
-        multiply(team_, weights.begin(), targets, count, x);
+        multiply(team_, weights.begin(), targets, count, x, [&] { if (few_) all_rows(once); });
+        if (!few_) team_.each(step_.tokens, once);
     }
 
     // Queries rotated and scaled in place; keys rotated and values into the pool.
@@ -198,6 +217,7 @@ class Decoder {
     const Step& step_;
     const Attention& attention_;
     const DecoderSpace& space_;
+    const bool few_;
 };
 
 }  // namespace sgl

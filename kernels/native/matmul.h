@@ -85,18 +85,18 @@ inline void derive_row(Forms forms, const float* x, int64_t row, int64_t cols, c
 
 template <class Codec, int R>
 SGL_OUTLINE inline void block_dots(const Weight& w, const uint8_t* group, const Activations& x, int64_t row, F out[R]) {
-    F lows[R];
-    for (int r = 0; r < R; r++) out[r] = zero(), lows[r] = zero();
+    F acc[R], lows[R];
+    for (int r = 0; r < R; r++) acc[r] = zero(), lows[r] = zero();
     int64_t blocks = w.blocks();
     Quantized q = x.bytes.at(row, 0, blocks);
     for (int64_t b = 0; b < blocks; b += Codec::SUBS) {
         auto head = Codec::head(group);
         group += Codec::HEADER;
         for (int sub = 0; sub < Codec::SUBS; sub++, group += Codec::TILE) {
-            Codec::template block<R>(head, group, sub, q.at(0, b + sub, blocks), blocks, out, lows);
+            Codec::template block<R>(head, group, sub, q.at(0, b + sub, blocks), blocks, acc, lows);
         }
     }
-    for (int r = 0; r < R; r++) out[r] = sgl::add(out[r], lows[r]);
+    for (int r = 0; r < R; r++) out[r] = sgl::add(acc[r], lows[r]);
 }
 
 template <class Codec, int R, int G>
@@ -127,15 +127,17 @@ SGL_OUTLINE inline void float_dots(const Weight& w, const uint8_t* group, const 
 
 template <int R, int G>
 SGL_OUTLINE inline void pair_dots(const Weight& w, const uint8_t* group, const Activations& x, int64_t row, F out[G * R]) {
-    for (int i = 0; i < G * R; i++) out[i] = zero();
+    F acc[G * R];
+    for (int i = 0; i < G * R; i++) acc[i] = zero();
     int64_t bytes = float_group_bytes<BFloat16>(w), pairs = w.pairs();
     const uint16_t* v = x.halves + row * 2 * pairs;
     for (int64_t p = 0; p < pairs; p++) {
         for (int g = 0; g < G; g++) {
             Bytes two = load_bytes(group + g * bytes + p * BFloat16::TILE);
-            for (int r = 0; r < R; r++) out[g * R + r] = dot_pairs(out[g * R + r], two, v + 2 * (r * pairs + p));
+            for (int r = 0; r < R; r++) acc[g * R + r] = dot_pairs(acc[g * R + r], two, v + 2 * (r * pairs + p));
         }
     }
+    for (int i = 0; i < G * R; i++) out[i] = acc[i];
 }
 
 // Where a product goes: `out[row * stride + w.rows' index]`, added to what is there or replacing it.
@@ -196,20 +198,27 @@ SGL_OUTLINE inline void dots(const Weight& w, int64_t begin, int64_t end, const 
 // Groups that one member takes at a time.
 constexpr int64_t CHUNK = 4;
 
-// Products of one input with several matrices. Called by all members of the team.
-SGL_OUTLINE inline void multiply(Team& team, const Weight* const* weights, const Target* targets, int count, const Activations& x) {
+SGL_OUTLINE inline void multiply_chunk(const Weight& w, int64_t chunk, const Target& to, const Activations& x) {
+    int64_t begin = chunk * CHUNK, end = std::min(begin + CHUNK, w.groups()), row = 0;
+    for (; row + 4 <= x.rows; row += 4) dots<4>(w, begin, end, x, row, to);
+    if (row + 2 <= x.rows) dots<2>(w, begin, end, x, row, to), row += 2;
+    if (row < x.rows) dots<1>(w, begin, end, x, row, to);
+}
+
+// Products of one input with several matrices, and `then`. Called by all members of the team.
+template <class Then>
+inline void multiply(Team& team, const Weight* const* weights, const Target* targets, int count, const Activations& x,
+                     Then&& then) {
     int64_t chunks = 0;
     for (int i = 0; i < count; i++) chunks += (weights[i]->groups() + CHUNK - 1) / CHUNK;
-    team.each(chunks, [&](int64_t index) {
-        int i = 0;
-        for (int64_t n; index >= (n = (weights[i]->groups() + CHUNK - 1) / CHUNK); i++) index -= n;
-        const Weight& w = *weights[i];
-        int64_t begin = index * CHUNK, end = std::min(begin + CHUNK, w.groups());
-        int64_t row = 0;
-        for (; row + 4 <= x.rows; row += 4) dots<4>(w, begin, end, x, row, targets[i]);
-        if (row + 2 <= x.rows) dots<2>(w, begin, end, x, row, targets[i]), row += 2;
-        if (row < x.rows) dots<1>(w, begin, end, x, row, targets[i]);
-    });
+    team.each(
+        chunks,
+        [&](int64_t index) {
+            int i = 0;
+            for (int64_t n; index >= (n = (weights[i]->groups() + CHUNK - 1) / CHUNK); i++) index -= n;
+            multiply_chunk(*weights[i], index, targets[i], x);
+        },
+        then);
 }
 
 }  // namespace sgl

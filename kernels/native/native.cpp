@@ -44,12 +44,13 @@ void linear(const Weight* w, const float* x, int64_t rows, float* out) {
     Team& all = team();
     all.run([&] {
         all.each(rows, [&](int64_t row) { derive_row(forms, x + row * w->cols, row, w->cols, space); });
-        multiply(all, &w, &target, 1, activations);
+        multiply(all, &w, &target, 1, activations, [] {});
     });
 }
 
 }  // namespace
 
+#pragma GCC visibility push(default)
 extern "C" {
 
 const char* sgl_isa() { return ISA; }
@@ -104,7 +105,7 @@ void sgl_attention(const Heads* heads, const Chunk* chunks, int64_t count, const
         scratch = arena().take<float>(own * all.size());
     });
     std::atomic<int> members{0};
-    all.run([&] { attention.run(all, query, keys, values, partial, scratch + own * members++, out); });
+    all.run([&] { attention.run(all, query, keys, values, partial, scratch + own * members++, out, [] {}); });
 }
 
 void sgl_decoder(const Shape* shape, const Layer* layers, int64_t count, const Step* step) {
@@ -118,8 +119,10 @@ void sgl_decoder(const Shape* shape, const Layer* layers, int64_t count, const S
     std::atomic<int> members{0};
     all.run([&] {
         int member = members++;
-        for (int64_t i = 0; i < count; i++) decoder.layer(layers[i], member);
+        decoder.begin(layers[0]);
+        for (int64_t i = 0; i < count; i++) decoder.layer(layers[i], i + 1 < count ? layers + i + 1 : nullptr, member);
     });
 }
 
 }  // extern "C"
+#pragma GCC visibility pop

@@ -103,6 +103,8 @@ inline Bytes two_bits_high(Bytes b) {
 }
 inline Bytes either(Bytes a, Bytes b) { return _mm256_or_si256(a, b); }
 
+// Keeps the compiler from computing all products before it adds them: they would not stay in registers.
+inline void settle(Partial& p) { asm volatile("" : "+x"(p)); }
 inline Partial no_products() { return _mm256_setzero_si256(); }
 #if defined(__AVXVNNI__)
 inline Partial add_products(Partial p, Bytes u, Bytes s) { return _mm256_dpbusd_avx_epi32(p, u, s); }

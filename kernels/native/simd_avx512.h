@@ -103,6 +103,7 @@ inline Bytes two_bits_high(Bytes b) {
 }
 inline Bytes either(Bytes a, Bytes b) { return _mm512_or_si512(a, b); }
 
+inline void settle(Partial&) {}
 inline Partial no_products() { return _mm512_setzero_si512(); }
 inline Partial add_products(Partial p, Bytes u, Bytes s) { return _mm512_dpbusd_epi32(p, u, s); }
 inline I widen(Partial p) { return p; }

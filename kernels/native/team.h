@@ -1,4 +1,4 @@
-// A team of threads that run one function together: `run` starts it on all, `each` shares out a loop, `barrier` waits.
+// A team of threads that run one function together: `run` starts it on all, `each` shares out a loop and waits.
 //
 // Owned by the process, used by one caller at a time (the engine's step thread). The caller is a member of the team.
 // Waiting spins for a short while, because most waits are shorter than waking a thread, and then sleeps: an idle engine
@@ -53,20 +53,28 @@ class Team {
         started_.fetch_add(1, std::memory_order_release);
         started_.notify_all();
         work();
-        barrier();
+        barrier([] {});
     }
 
     // All members call this with the same `count`: each index below it is done once, by whoever is free. Ends with a
-    // barrier, so that what was written may be read.
+    // barrier, so that what was written may be read; `then` runs once before that, when all are done.
+    template <class Do, class Then>
+    void each(int64_t count, Do&& once, Then&& then) {
+        for (int64_t index; (index = next_.fetch_add(1, std::memory_order_relaxed)) < count;) once(index);
+        barrier(then);
+    }
     template <class Do>
     void each(int64_t count, Do&& once) {
-        for (int64_t index; (index = next_.fetch_add(1, std::memory_order_relaxed)) < count;) once(index);
-        barrier();
+        each(count, once, [] {});
     }
 
-    void barrier() {
+   private:
+    // Waits for all; the last to arrive calls `then`.
+    template <class Then>
+    void barrier(Then&& then) {
         uint32_t round = round_.load(std::memory_order_relaxed);
         if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == size_) {
+            then();
             arrived_.store(0, std::memory_order_relaxed);
             next_.store(0, std::memory_order_relaxed);
             round_.store(round + 1, std::memory_order_release);
@@ -76,13 +84,12 @@ class Team {
         }
     }
 
-   private:
     void serve() {
         for (uint32_t seen = 0;; seen++) {
             wait_for_change(started_, seen);
             if (stop_) return;
             work_();
-            barrier();
+            barrier([] {});
         }
     }
 

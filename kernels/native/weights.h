@@ -61,6 +61,7 @@ inline void dot_nibbles(const uint8_t* tile, const int8_t* q, int64_t stride, I 
             const int8_t* x = q + r * stride + 4 * quad;
             p[r] = add_products(p[r], low, four_bytes(x));
             p[r] = add_products(p[r], high, four_bytes(x + 16));
+            settle(p[r]);
         }
     }
     for (int r = 0; r < R; r++) out[r] = widen(p[r]);

@@ -144,6 +144,7 @@ def list_models(*, as_json: Json = False) -> None:
 def doctor(
     model: Annotated[str | None, typer.Argument(help="As --model-path.", show_default=False)] = None,
     *,
+    build: Annotated[bool, typer.Option("--build", help="Compile the native CPU kernels now.")] = False,
     as_json: Json = False,
     engine: dict[str, Any],
 ) -> None:
@@ -151,7 +152,7 @@ def doctor(
     from sgl.cli.doctor_view import show_report
     from sgl.doctor import examine
 
-    report = examine(engine if model is None else {**engine, "model_path": model})
+    report = examine(engine if model is None else {**engine, "model_path": model}, build=build)
     if as_json:
         show_json(report)
     else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sgl.cli.console import bytes_text, show_table
-from sgl.doctor import ModelReport, Report
+from sgl.doctor import ModelReport, NativeReport, Report
 from sgl.runtime.memory_plan import USABLE_SHARE, MemoryPlan, size_text
 
 
@@ -30,6 +30,8 @@ def show_report(report: Report) -> None:
     _section("models")
     cached = [(model.name, f"{bytes_text(model.size_bytes)}  {model.path}") for model in report.cached_models]
     show_table(("cache", report.cache_folder), cached)
+    _section("native kernels")
+    _show_native(report.native)
     _section("kernels")
     show_table(
         ("op", "chosen", "passed over"),
@@ -50,6 +52,17 @@ def show_report(report: Report) -> None:
     show_table(("name", "value", "meaning"), [(row.name, row.value, row.meaning) for row in report.limits])
 
 
+def _show_native(native: NativeReport) -> None:
+    if native.obstacle:
+        print(f"cannot be built: {native.obstacle}")
+        return
+    state = "not built yet; `sgl doctor --build` does, and so does the first engine that uses them"
+    if native.built:
+        state = f"built in {native.build_s:g} s" if native.build_s else "built"
+    rows = [("compiler", native.compiler), ("library", native.path), ("state", state)]
+    show_table(("instruction set", native.instruction_set), rows)
+
+
 def _show_model(model: ModelReport) -> None:
     if model.error is not None:
         print(f"cannot start: {model.error.message}")
@@ -63,6 +76,8 @@ def _show_model(model: ModelReport) -> None:
         rows = [
             ("device", resolved.device, why.get("device")),
             ("dtype", resolved.dtype, why.get("dtype")),
+            ("quantization", resolved.quantization, why.get("quantization")),
+            ("kernels", resolved.kernels, why.get("kernels")),
             ("context_length", resolved.context_len, why.get("context_length")),
             ("max_total_tokens", resolved.pool_tokens, why.get("max_total_tokens")),
             ("page_size", resolved.page_size, None),
