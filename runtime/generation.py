@@ -100,25 +100,19 @@ class Generation:
 
     def spec(self) -> SampleSpec:
         """How to draw the next token."""
+        early = len(self.output_ids) < self.sampling.min_new_tokens
         return SampleSpec(
             sampling=self.sampling,
             seed=self.seed,
             position=len(self.output_ids),
             output_ids=self.output_ids,
-            blocked_ids=self._blocked if self._is_early else (),
+            blocked_ids=self._blocked if early else (),
             matcher=self.matcher,
             processor_params=self._params,
         )
 
-    @property
-    def _is_early(self) -> bool:
-        return len(self.output_ids) < self.sampling.min_new_tokens
-
     def force(self) -> ForcedRun:
-        """Take every token that the constraint leaves no choice about, up to the end of the output if one is met.
-
-        A stop that may not come yet is left to the sampler, which blocks it.
-        """
+        """Take every token that the constraint leaves no choice about, up to the end of the output if one is met."""
         if not self._forces or self.finished:
             return NOTHING_FORCED
         first = len(self.output_ids)
@@ -135,7 +129,7 @@ class Generation:
         """Forced tokens, while whoever asks takes them one by one."""
         while self.matcher is not None and (forced := self.matcher.forced_tokens()):
             for token_id in forced:
-                if self.finished or (self._is_early and token_id in self._blocked):
+                if self.finished:
                     return
                 yield token_id
 
