@@ -19,6 +19,7 @@ import pytest
 import torch
 
 from sgl.grammars.spec import Constraint, Regex
+from sgl.kernels.native import library
 from sgl.lang.graph import (
     MAIN_BRANCH,
     Event,
@@ -35,6 +36,7 @@ from sgl.lang.graph import (
 from sgl.runtime.config import EngineConfig, ResolvedConfig, resolve
 from sgl.runtime.core import EngineCore
 from sgl.runtime.loading.checkpoint import Checkpoint, open_checkpoint
+from sgl.runtime.loading.facts import load_native_kernels
 from sgl.runtime.loading.sources import locate
 from sgl.runtime.model_runner import ModelRunner
 from sgl.runtime.models.registry import CausalLM
@@ -132,6 +134,7 @@ class Bench:
     tokenizer: Tokenizer
     deterministic: bool = True
     num_threads: int = 1
+    numerics: Mapping[str, object] = field(default_factory=dict)
     seen: dict[bytes, bytes] = field(default_factory=dict)
     model: CausalLM | None = None
 
@@ -139,10 +142,19 @@ class Bench:
         """Outcomes, and the lengths of contexts whose logits had other bits than `seen` says."""
         given = {"max_total_tokens": 8192, "max_running_requests": 32, "num_threads": self.num_threads, **way.options}
         config: ResolvedConfig = resolve(
-            EngineConfig(**given, enable_deterministic_inference=self.deterministic), self.checkpoint.facts()
+            EngineConfig(**given, **self.numerics, enable_deterministic_inference=self.deterministic),
+            self.checkpoint.facts(),
         )
         if self.model is None:
-            self.model = self.checkpoint.build_model(config.dtype, config.device, deterministic=self.deterministic)
+            if config.kernels == "native":
+                load_native_kernels()
+            self.model = self.checkpoint.build_model(
+                config.dtype,
+                config.device,
+                deterministic=self.deterministic,
+                kernels=config.kernels,
+                quantization=config.quantization,
+            )
         runner = Watching(self.model, self.checkpoint.config, config)
         runner.seen = self.seen
         places: dict[tuple[int, int], int] = {}  # (program, branch) -> case
@@ -281,3 +293,31 @@ def test_smollm2_prompts(num_topics: int, new_tokens: int) -> None:
     alone, _ = outcomes["alone"]
     assert outcomes == {name: (alone, []) for name in outcomes}
     assert len(bench.seen) == 2 * num_topics * new_tokens
+
+
+needs_compiler = pytest.mark.skipif(library.compiler() is None, reason="there is no C++ compiler")
+
+
+@needs_compiler
+@pytest.mark.parametrize("numerics", [{"dtype": "bfloat16"}, {"quantization": "int8"}], ids=["bfloat16", "int8"])
+def test_native_kernels_give_the_same_bits_in_every_way_too(numerics: Mapping[str, object]) -> None:
+    """Without deterministic mode: their sums have one order, whatever is in the step."""
+    bench = toy_bench(deterministic=False, num_threads=2, numerics=numerics)
+    cases = toy_cases(48, new_tokens=(4, 8, 16))
+    outcomes = {name: bench.run(way, cases) for name, way in {**WAYS, **UNDER_PRESSURE}.items()}
+    alone, _ = outcomes["alone"]
+    assert outcomes == {name: (alone, []) for name in outcomes}
+
+
+@needs_compiler
+def test_native_kernels_on_the_blocks_of_smollm2() -> None:
+    checkpoint = open_checkpoint(locate("smollm2-135m"))
+    bench = Bench(checkpoint, checkpoint.tokenizer(), False, 2, {"quantization": "gguf"})
+    cases = [
+        Case(tuple(bench.tokenizer.encode(f"Here is a short text about {topic}. It begins")), 4, sampling)
+        for topic in TOPICS[:8]
+        for sampling in (Sampling(max_new_tokens=6, ignore_eos=True, temperature=0),)
+    ]
+    outcomes = {name: bench.run(way, cases) for name, way in WAYS.items()}
+    alone, _ = outcomes["alone"]
+    assert outcomes == {name: (alone, []) for name in outcomes}
