@@ -8,7 +8,7 @@ a `RuntimeOverride` (see `runtime.overrides`), never a hidden write.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal, cast
 
 import msgspec
@@ -135,6 +135,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         bool, Meta(description="Draw output tokens one by one also where a constraint leaves one continuation.")
     ] = False
     num_threads: Annotated[Count | None, Meta(description="CPU threads of the model.")] = None
+    num_mask_threads: Annotated[
+        Size | None, Meta(description="Threads that fill token masks of constraints while the model computes.")
+    ] = None
     offline: Annotated[bool, Meta(description="Never touch the network; use what is in the cache.")] = False
     enable_deterministic_inference: Annotated[
         bool,
@@ -277,6 +280,7 @@ class ResolvedConfig(msgspec.Struct, frozen=True, kw_only=True):
     radix_eviction_policy_config: dict[str, int] = {}
     max_pinned_tokens: int = 0
     disable_forced_tokens: bool = False
+    num_mask_threads: int = 0
     facts: Facts | None = None
     memory: MemoryPlan | None = None
     reasons: tuple[Reason, ...] = ()
@@ -287,6 +291,10 @@ class ResolvedConfig(msgspec.Struct, frozen=True, kw_only=True):
         return self.num_pages * self.page_size
 
 
+_SMALL_MACHINE = 4
+"""Cores up to which a CPU model gets all of them."""
+_MASK_THREADS = 8
+"""More than these wait for the interpreter's lock."""
 _CPU_POOL_TOKENS = 64 * 1024
 _LEAST_POOL_TOKENS = 1024
 """Fewer are taken only when the user asks for them, or when the context is shorter."""
@@ -297,6 +305,7 @@ class _Decided(msgspec.Struct, frozen=True, kw_only=True):
 
     sizes: Sizes
     num_threads: int
+    num_mask_threads: int
     random_seed: int
     reasons: list[Reason]
 
@@ -341,6 +350,7 @@ def resolve(config: EngineConfig, facts: Facts) -> ResolvedConfig:
         ),
         max_pinned_tokens=_pinned_tokens(config, sizes.pool_tokens, reasons),
         disable_forced_tokens=config.disable_forced_tokens,
+        num_mask_threads=decided.num_mask_threads,
         schedule_conservativeness=config.schedule_conservativeness,
         retraction_policy=config.retraction_policy,
         state_lease=config.state_lease,
@@ -445,15 +455,7 @@ def _decide(config: EngineConfig, facts: Facts) -> _Decided:
     chunk = config.chunked_prefill_size
     if chunk is None:
         chunk = decide("chunked_prefill_size", 8192 if device == "cuda" else 512, f"keeps a step short on {device}")
-    threads = config.num_threads
-    if threads is None:
-        threads = decide("num_threads", facts.cpu_count, "one per available core")
-    elif threads > 4 * facts.cpu_count:
-        raise ConfigError(
-            f"num_threads is {threads}, but this process may use {facts.cpu_count} cores",
-            hint=f"set num_threads to at most {4 * facts.cpu_count}",
-            param="num_threads",
-        )
+    threads, masks = _threads(config, facts.cpu_count, device, decide)
     seed = config.random_seed
     if seed is None:
         seed = decide("random_seed", 0, "fixed, so that a run can be repeated")
@@ -467,4 +469,36 @@ def _decide(config: EngineConfig, facts: Facts) -> _Decided:
         max_running_requests=running,
         chunked_prefill_size=chunk,
     )
-    return _Decided(sizes=sizes, num_threads=threads, random_seed=seed, reasons=reasons)
+    return _Decided(sizes=sizes, num_threads=threads, num_mask_threads=masks, random_seed=seed, reasons=reasons)
+
+
+def _threads(config: EngineConfig, cores: int, device: str, decide: Callable[[str, Any, str], Any]) -> tuple[int, int]:
+    """Threads of the model and of token masks: no more than the cores together, unless the user gives the model more.
+
+    A CPU model keeps every core of a small machine; on a large one it misses one the least. Beside a GPU half may fill.
+    """
+    threads, masks = config.num_threads, config.num_mask_threads
+    if threads is not None and threads > 4 * cores:
+        raise ConfigError(
+            f"num_threads is {threads}, but this process may use {cores} cores",
+            hint=f"set num_threads to at most {4 * cores}",
+            param="num_threads",
+        )
+    if masks is not None and masks + (threads or 1) > cores:
+        raise ConfigError(
+            f"{masks} mask threads and {threads or 1} of the model are more than the {cores} cores of this process",
+            hint=f"set num_mask_threads to at most {max(0, cores - (threads or 1))}",
+            param="num_mask_threads",
+        )
+    if masks is None:
+        if device == "cuda":
+            most, why = cores // 2, "half of the cores, at most 8, and none of the model's"
+        elif threads is None:
+            most, why = int(cores > _SMALL_MACHINE), "one where the model does not miss the core"
+        else:
+            most, why = cores - threads, "the cores that the model leaves, at most 8"
+        masks = decide("num_mask_threads", max(0, min(_MASK_THREADS, most, cores - (threads or 1))), why)
+    if threads is None:
+        why = "one per available core" + (", less those that fill masks" if masks else "")
+        threads = decide("num_threads", cores - masks, why)
+    return threads, masks
