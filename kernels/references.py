@@ -7,6 +7,7 @@ first: `sgl doctor` and the client half list the ops for free.
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import Any
 
 from sgl.kernels import registry
@@ -34,7 +35,19 @@ _REFERENCES = {
     "kv_write": "sgl.kernels.attention",
     "plan_attention": "sgl.kernels.attention",
     "paged_attention": "sgl.kernels.attention",
+    "apply_bitmask": "sgl.kernels.bitmask",
 }
+
+
+def _reads_bytes(facts: registry.OpFacts) -> str | None:
+    if facts.device != "cpu":
+        return "runs on the CPU"
+    return None if sys.byteorder == "little" else "reads words as bytes, the lowest first"
+
+
+registry.register("apply_bitmask", "cpu", priority=5, supports=_reads_bytes)(
+    _lazily("sgl.kernels.bitmask", "apply_bitmask_cpu")
+)
 
 for _op, _module in _REFERENCES.items():
     registry.register(_op, "torch")(_lazily(_module, _op))

@@ -29,6 +29,7 @@ from sgl.runtime.cache_control import CacheControl, busy
 from sgl.runtime.config import ResolvedConfig
 from sgl.runtime.failures import internal_error
 from sgl.runtime.faults import FaultPoints
+from sgl.runtime.masks import MaskFiller
 from sgl.runtime.plan import StepPlan, StepResult
 from sgl.runtime.processors import BUILT_IN
 from sgl.runtime.program_run import ProgramRun
@@ -91,7 +92,13 @@ class EngineCore:
         self.limits = limits
         self.tokenizer = tokenizer
         self.stats = Stats()
-        self.scheduler = Scheduler(config, self.stats, limits, on_end=tracer.ended if tracer is not None else None)
+        self.scheduler = Scheduler(
+            config,
+            self.stats,
+            limits,
+            masks=MaskFiller(tokenizer.vocab_size, config.num_mask_threads),
+            on_end=tracer.ended if tracer is not None else None,
+        )
         self.cache = CacheControl(self.scheduler, tokenizer, clock)
         self.compiler = GrammarCompiler(
             tokenizer.to_json(), tokenizer.vocab_size, sorted(tokenizer.eos_ids), limits=limits

@@ -18,6 +18,7 @@ from sgl.lang.graph import Sampling
 
 if TYPE_CHECKING:
     from sgl.grammars.matcher import Matcher
+    from sgl.runtime.masks import MaskJob
 
 
 class SampleSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -30,7 +31,7 @@ class SampleSpec(msgspec.Struct, frozen=True, kw_only=True):
         output_ids: these tokens, for penalties.
         processor_params: what the custom logit processor is given.
         blocked_ids: tokens that may not come now (stops before `min_new_tokens`).
-        matcher: the constraint's state; its mask is filled for this step.
+        matcher: the constraint's state; its mask is in the plan's `masks`.
     """
 
     sampling: Sampling
@@ -94,11 +95,12 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
     """The chunks of one step; logits rows come in their order, offset by offset.
 
     `copies` are done before anything is computed, and as if all at once: every source is read before any target is
-    written. They stand beside chunks, never alone.
+    written. They stand beside chunks, never alone. `masks` are being filled for chunks that draw under a constraint.
     """
 
     chunks: tuple[Chunk, ...]
     copies: tuple[PageCopy, ...] = ()
+    masks: MaskJob | None = None
 
     @property
     def num_tokens(self) -> int:

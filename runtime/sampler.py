@@ -2,9 +2,9 @@
 
 Owns the order of the steps: vocabulary padding, penalties, logit bias, custom processor, blocked ids, constraint mask,
 temperature, top-k, top-p, min-p, draw. The mask comes last of what changes logits, so that nothing gets past a
-constraint; log-probabilities are those of the model itself, before any of it. Called by the engine core between forward
-and process. Rows are independent: one with NaN, without an allowed token, or whose processor fails, fails alone and is
-reported in its `RowResult`.
+constraint; it comes with the plan, filled while that was computed (`masks.py`). Log-probabilities are those of the
+model itself, before any of it. Called by the engine core between forward and process. Rows are independent: one with
+NaN, without an allowed token, or whose processor fails, fails alone and is reported in its `RowResult`.
 
 A draw is a function of (seed, position): a generator is seeded for each row and step, so that neighbours, batch
 composition and retraction never change it.
@@ -22,7 +22,9 @@ import msgspec
 import torch
 
 from sgl.errors import GenerationError, InvalidLogits, SglError
-from sgl.grammars.matcher import allocate_bitmask, bitmask_to_bool
+from sgl.kernels import registry
+from sgl.kernels.registry import Function, OpFacts
+from sgl.runtime.masks import MaskFiller, MaskJob
 from sgl.runtime.plan import Chunk, RowResult, SampleSpec, StepPlan, StepResult
 from sgl.runtime.processors import BUILT_IN, LogitProcessor
 
@@ -42,6 +44,8 @@ class Sampler:
     def __init__(self, vocab_size: int, processors: Mapping[str, LogitProcessor] = BUILT_IN) -> None:
         self.vocab_size = vocab_size
         self.processors = processors
+        self._filler = MaskFiller(vocab_size)  # for a plan that brings no masks
+        self._apply_bitmask: dict[str, Function] = {}  # by device
 
     def sample(self, plan: StepPlan, logits: torch.Tensor) -> StepResult:
         """One result per chunk. `logits` is float32 `[R, V]`, rows in the plan's order; it is not changed."""
@@ -54,7 +58,8 @@ class Sampler:
             first += len(offsets)
             if chunk.sample is not None:
                 drawing.append((first - 1, chunk.sample))
-        drawn = iter(self._draw(logits, drawing))
+        masks = plan.masks if plan.masks is not None else self._filler.start(plan.chunks)
+        drawn = iter(self._draw(logits, drawing, masks))
         rows = []
         for chunk, offsets, block in blocks:
             row = next(drawn) if chunk.sample is not None else RowResult(sequence=chunk.sequence)
@@ -80,36 +85,48 @@ class Sampler:
         tops = tuple(_top(logprobs[i], s.top) for i, s in enumerate(chunk.scores))
         return values, tops if any(tops) else (), None
 
-    def _draw(self, logits: torch.Tensor, drawing: list[tuple[int, SampleSpec]]) -> list[RowResult]:
+    def _draw(
+        self, logits: torch.Tensor, drawing: list[tuple[int, SampleSpec]], masks: MaskJob | None
+    ) -> list[RowResult]:
         if not drawing:
             return []
-        raw = logits[[row for row, _ in drawing], : self.vocab_size]
         specs = [spec for _, spec in drawing]
-        failures = {
-            i: _NAN
-            for i, broken in enumerate((torch.isnan(raw).any(dim=-1) | (raw.max(dim=-1).values == -torch.inf)).tolist())
-            if broken
-        }
-        adjusted = raw.clone()
+        adjusted = logits[[row for row, _ in drawing], : self.vocab_size]  # a copy
+        # The largest of a row that holds a NaN is NaN.
+        largest = adjusted.amax(dim=-1)
+        broken = (torch.isnan(largest) | (largest == -torch.inf)).tolist()
+        failures = {i: _NAN for i, is_broken in enumerate(broken) if is_broken}
         for i, spec in enumerate(specs):
             _penalize(adjusted[i], spec)
             if i not in failures and (failed := self._process(adjusted[i], spec)) is not None:
                 failures[i] = failed
-        allowed = self._allowed(specs, raw.device)
-        if allowed is not None:
-            adjusted.masked_fill_(~allowed, -torch.inf)
-        dead = (adjusted.max(dim=-1).values == -torch.inf).tolist()
-        greedy = adjusted.argmax(dim=-1).tolist()
+        if masks is not None:
+            failures = {**self._mask(adjusted, specs, masks), **failures}
+        dead = (adjusted.amax(dim=-1) == -torch.inf).tolist()
+        is_greedy = [spec.sampling.temperature < 1e-5 for spec in specs]
+        greedy = adjusted.argmax(dim=-1).tolist() if any(is_greedy) else []
         results = []
-        for i, spec in enumerate(specs):
+        for i, (row, spec) in enumerate(drawing):
             if i in failures:
                 results.append(RowResult(sequence=0, failed=failures[i]))
             elif dead[i]:
                 results.append(RowResult(sequence=0, failed=_DEAD_END))
             else:
-                token = greedy[i] if spec.sampling.temperature < 1e-5 else _draw_row(adjusted[i], spec)
-                results.append(_described(raw[i], token, spec))
+                token = greedy[i] if is_greedy[i] else _draw_row(adjusted[i], spec)
+                results.append(_described(logits[row, : self.vocab_size], token, spec))
         return results
+
+    def _mask(self, adjusted: torch.Tensor, specs: list[SampleSpec], masks: MaskJob) -> dict[int, tuple[str, str]]:
+        """Apply the masks to the rows that have a constraint, in place; by row, why its mask is missing."""
+        rows = [i for i, spec in enumerate(specs) if spec.matcher is not None]
+        words, failures = masks.wait()
+        device = adjusted.device
+        if device.type not in self._apply_bitmask:
+            self._apply_bitmask[device.type] = registry.get("apply_bitmask", OpFacts(device=device.type))
+        self._apply_bitmask[device.type](
+            adjusted, torch.from_numpy(words).to(device), torch.tensor(rows, device=device)
+        )
+        return {rows[i]: failure for i, failure in failures.items()}
 
     def _process(self, row: torch.Tensor, spec: SampleSpec) -> tuple[str, str] | None:
         """Have the request's processor change the row in place, then block ids; why the row is unusable."""
@@ -122,16 +139,6 @@ class Sampler:
         if blocked:
             row[blocked] = -torch.inf
         return failed
-
-    def _allowed(self, specs: list[SampleSpec], device: torch.device) -> torch.Tensor | None:
-        """Boolean `[rows, V]` of what the constraints allow; `None` when there is no constraint."""
-        if all(spec.matcher is None for spec in specs):
-            return None
-        bitmask = allocate_bitmask(len(specs), self.vocab_size)
-        for row, spec in enumerate(specs):
-            if spec.matcher is not None:
-                spec.matcher.fill(bitmask, row)
-        return torch.from_numpy(bitmask_to_bool(bitmask, self.vocab_size)).to(device)
 
 
 def _described(raw: torch.Tensor, token: int, spec: SampleSpec) -> RowResult:

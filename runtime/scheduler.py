@@ -26,6 +26,7 @@ from sgl.runtime.cache_key import CacheKey
 from sgl.runtime.config import ResolvedConfig
 from sgl.runtime.estimate import OutputEstimate
 from sgl.runtime.failures import internal_error
+from sgl.runtime.masks import MaskFiller
 from sgl.runtime.paging import Paging
 from sgl.runtime.pins import Pins
 from sgl.runtime.plan import Chunk, RowResult, ScoreSpec, StepPlan, StepResult
@@ -41,6 +42,7 @@ class Scheduler:
     Args:
         config: page size, pool, batch and chunk bounds.
         stats: counters to write.
+        masks: fills the token masks of a plan while it is computed; none are filled without.
         on_end: told of each request that ended, however it did.
     """
 
@@ -50,6 +52,7 @@ class Scheduler:
         stats: Stats,
         limits: Limits = DEFAULT_LIMITS,
         *,
+        masks: MaskFiller | None = None,
         on_end: Callable[[Request], None] | None = None,
     ) -> None:
         self.config = config
@@ -63,6 +66,7 @@ class Scheduler:
         self._num_admitted = 0
         self._policy = QueuePolicy(config.schedule_policy, self._cached_prefix, seed=config.random_seed)
         self._on_end = on_end
+        self._masks = masks
         self._estimate = OutputEstimate(config.schedule_conservativeness)
         self._rows_left: dict[bool, int] = {}
         stats.pages_total = config.num_pages
@@ -173,7 +177,9 @@ class Scheduler:
             if request in self.running:  # else it was put back, to make room for one before it
                 budget -= self._plan(request, budget, planned)
         self._admit(budget, planned)
-        return StepPlan(chunks=tuple(planned.values()), copies=self.paging.take_copies())
+        chunks = tuple(planned.values())
+        masks = self._masks.start(chunks) if self._masks is not None else None
+        return StepPlan(chunks=chunks, copies=self.paging.take_copies(), masks=masks)
 
     def _admit(self, budget: int, planned: dict[int, Chunk]) -> None:
         """Start waiting requests in the policy's order, until tokens, rows or pages of this step are used up."""
