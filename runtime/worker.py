@@ -334,12 +334,15 @@ def build_core(
     from sgl.runtime.sampler import Sampler
 
     progress(f"planning {source.name}")
-    resolved = resolve(config, checkpoint.facts())
+    facts = checkpoint.facts()
+    resolved = resolve(config, facts)
     if resolved.memory is not None:
         progress(f"loading {source.name}: {resolved.memory.summary()}")
         log.info("memory plan of %s: %s", source.name, resolved.memory.summary())
     if resolved.kernels == "native":
         load_native_kernels(progress)
+    elif facts.native_obstacle and resolved.device == "cpu":
+        log.warning("the model runs on torch, which is slower: %s", facts.native_obstacle)
     model = checkpoint.build_model(
         resolved.dtype,
         resolved.device,

@@ -356,23 +356,27 @@ SGL_OUTLINE inline int64_t group_bytes(const Weight& w) {
 // Fills one group of `w` from a matrix in the order of its file.
 SGL_OUTLINE inline void pack_group(const Weight& w, const uint8_t* source, int64_t group) {
     uint8_t* to = w.data + group * group_bytes(w);
+    int64_t first = group * LANES;
+    int lanes = int(w.rows - first < LANES ? w.rows - first : LANES);
     std::memset(to, 0, size_t(group_bytes(w)));
-    for (int lane = 0; lane < LANES && group * LANES + lane < w.rows; lane++) {
-        int64_t row = group * LANES + lane;
-        with_block_codec(w.type, [&](auto codec) {
-            using C = decltype(codec);
-            int64_t supers = w.blocks() / C::SUBS;
-            for (int64_t s = 0; s < supers; s++) {
-                C::write(to + s * (C::HEADER + C::SUBS * C::TILE), lane, source + (row * supers + s) * C::SOURCE);
+    with_block_codec(w.type, [&](auto codec) {
+        using C = decltype(codec);
+        int64_t supers = w.blocks() / C::SUBS;
+        for (int64_t s = 0; s < supers; s++, to += C::HEADER + C::SUBS * C::TILE) {
+            for (int lane = 0; lane < lanes; lane++) C::write(to, lane, source + ((first + lane) * supers + s) * C::SOURCE);
+        }
+    });
+    with_float_codec(w.type, [&](auto codec) {
+        using C = decltype(codec);
+        constexpr int64_t SIZE = C::BITS / 8;
+        for (int64_t c = 0; c < w.cols; c += 2, to += C::TILE) {
+            for (int lane = 0; lane < lanes; lane++) {
+                const uint8_t* from = source + ((first + lane) * w.cols + c) * SIZE;
+                C::write(to, lane, 0, from);
+                if (c + 1 < w.cols) C::write(to, lane, 1, from + SIZE);
             }
-        });
-        with_float_codec(w.type, [&](auto codec) {
-            using C = decltype(codec);
-            for (int64_t c = 0; c < w.cols; c++) {
-                C::write(to + c / 2 * C::TILE, lane, int(c & 1), source + (row * w.cols + c) * (C::BITS / 8));
-            }
-        });
-    }
+        }
+    });
 }
 
 // One row as numbers.

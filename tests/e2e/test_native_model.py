@@ -25,13 +25,14 @@ from sgl.runtime.plan import Chunk, ScoreSpec, StepPlan
 pytestmark = pytest.mark.skipif(library.compiler() is None, reason="there is no C++ compiler")
 
 TEXT = """The lighthouse stood at the end of a long stone pier, and every evening at dusk the keeper climbed its one
-hundred and eight steps to light the lamp. He had done so for thirty years. In winter the spray froze on the windows and he had
-to scrape the ice away with a knife; in summer the gulls nested under the gallery and shouted at him as he passed. Ships
-that came from the north saw the light first, a thin white line that turned like the hand of a clock. A captain once
-wrote to thank him, and the letter hung framed above the stove: without your lamp, it said, my crew of forty would lie
-at the bottom of the bay. When the company decided to replace the oil lamp with an electric one, engineers arrived with
-cables, switches and a motor. They explained that the machine would need no keeper. The old man listened, nodded, and
-asked who would scrape the ice from the glass. Nobody had thought of that, and so he stayed for eleven more winters."""
+hundred and eight steps to light the lamp. He had done so for thirty years. In winter the spray froze on the
+windows and he had to scrape the ice away with a knife; in summer the gulls nested under the gallery and shouted
+at him as he passed. Ships that came from the north saw the light first, a thin white line that turned like the
+hand of a clock. A captain once wrote to thank him, and the letter hung framed above the stove: without your
+lamp, it said, my crew of forty would lie at the bottom of the bay. When the company decided to replace the oil
+lamp with an electric one, engineers arrived with cables, switches and a motor. They explained that the machine
+would need no keeper. The old man listened, nodded, and asked who would scrape the ice from the glass. Nobody
+had thought of that, and so he stayed for eleven more winters."""
 
 
 def runner(checkpoint: Checkpoint, **options: Any) -> ModelRunner:
