@@ -97,7 +97,8 @@ class ProgramRun:
         self._values: dict[tuple[int, str], str] = {}
         self._lineage: dict[int, int] = {}  # branch -> parent
         self._work: dict[int, Drawing | OptionScoring] = {}  # by sequence
-        self._blocked: set[int] = set()
+        self._await_value: dict[str, set[int]] = {}  # value's name -> branches whose text names it
+        self._await_branch: dict[int, set[int]] = {}  # child -> branches whose join found it unfinished
         self._touched: set[int] = set()
         self._unborn: dict[int, deque[Node | Read]] = {}  # nodes of branches whose fork is still queued
         self._joining: Counter[int] = Counter()  # branch -> joins that are still queued
@@ -258,7 +259,6 @@ class ProgramRun:
             branch = self._branches.get(ready.popleft())
             if branch is None:
                 continue
-            self._blocked.discard(branch.id)
             while branch.queue and not branch.busy and not self.ended:
                 node = branch.queue[0]
                 self._failed_at = (None, None) if isinstance(node, Read) else (node.id, branch.id)
@@ -268,20 +268,21 @@ class ProgramRun:
                     self._fail_by(error, None if isinstance(node, Read) else node.location)
                     break
                 if born is None:
-                    self._blocked.add(branch.id)
-                    if isinstance(node, Release):  # all that stands before it is done: a join may have waited for that
-                        ready.extend(id for id in self._blocked if self._waits_to_join(id, branch.id))
                     break
                 branch.queue.popleft()
                 ready.extend(born)
-                if isinstance(node, (Release, Fork, Join)) or not branch.queue:
-                    ready.extend(self._blocked)
+            if branch.id in self._await_branch and self._is_joinable(branch.id):
+                ready.extend(sorted(self._await_branch.pop(branch.id)))
         self._depth -= 1
         if self._depth == 0:  # a job that ran at once advances from within: whoever called it is not done yet
             self._maybe_finish()
 
     def _execute(self, branch: Branch, node: Node | Read) -> Sequence[int] | None:
-        """Run one node; the branches that it gave something to do, or `None` when it has to wait."""
+        """Run one node; the branches that it gave something to do, or `None` when it has to wait.
+
+        A node that waits says for what, so that one end wakes those that it concerns: a program of 500 branches has 500
+        releases that wait for one join.
+        """
         match node:
             case Read():
                 text = branch.transcript.text
@@ -294,6 +295,7 @@ class ProgramRun:
                     else:
                         value = self._lookup(segment.branch, segment.name)
                         if value is None:
+                            self._await_value.setdefault(segment.name, set()).add(branch.id)
                             return None
                         values.append(value)
                 branch.transcript.add_text("".join(values))
@@ -343,15 +345,19 @@ class ProgramRun:
                     self._touched.add(child_id)
                 return node.children
             case Join():
-                if not all(self._is_joinable(child) for child in node.children):
+                # From the last one, which usually ends last: those before it are looked at once, then.
+                unfinished = next((child for child in reversed(node.children) if not self._is_joinable(child)), None)
+                if unfinished is not None:
+                    self._await_branch.setdefault(unfinished, set()).add(branch.id)
                     return None
                 if node.mode == "append":
                     self._append_children(branch, [self._branches[child_id] for child_id in node.children])
                 self._joining.subtract(node.children)
                 self._services.emit(self.id, JoinedEvent(node=node.id, branch=branch.id))
+                return node.children
             case Release():
                 if self._joining[branch.id]:
-                    return None  # a join that stands before it in the program has yet to read the branch
+                    return None  # a join that stands before it in the program has yet to read the branch, and wakes it
                 self._scheduler.release(branch.sequence)
                 self._released.add(branch.id)
                 del self._branches[branch.id]
@@ -375,10 +381,6 @@ class ProgramRun:
                     location=node.location,
                 )
         return ()
-
-    def _waits_to_join(self, id: int, child: int) -> bool:
-        branch = self._branches[id]
-        return bool(branch.queue) and isinstance(branch.queue[0], Join) and child in branch.queue[0].children
 
     def _is_joinable(self, child: int) -> bool:
         """Whether everything on `child` that stands before its release is done."""
@@ -539,7 +541,7 @@ class ProgramRun:
         self._values[(branch.id, node.name)] = event.value
         self._services.emit(self.id, event)
         branch.busy = False
-        self._advance({branch.id, *self._blocked})
+        self._advance({branch.id, *self._await_value.pop(node.name, ())})
 
     def _append_children(self, branch: Branch, children: Sequence[Branch]) -> None:
         """Join by appending: the text of each child since the fork goes on on the parent.

@@ -34,6 +34,8 @@ from sgl.lang.graph import (
     Var,
 )
 from sgl.limits import Limits
+from sgl.runtime.branch import Branch
+from sgl.runtime.program_run import ProgramRun
 
 
 def text(id: int, value: str, branch: int = 0) -> Text:
@@ -635,3 +637,30 @@ def test_a_running_generation_needs_no_lease() -> None:
     start(rig, 1, text(0, "a" * 30), gen(1, n=4), finish=False)
     rig.run()
     assert values(rig, 1) == [greedy("a" * 30, 4)]
+
+
+@pytest.mark.parametrize("last_ends_first", [False, True])
+def test_a_wide_fork_costs_what_its_nodes_cost(monkeypatch: pytest.MonkeyPatch, last_ends_first: bool) -> None:
+    """An end wakes those that wait for it, not all that wait: 500 branches once took minutes."""
+    num_runs = 0
+    execute = ProgramRun._execute
+
+    def counted(self: ProgramRun, branch: Branch, node: object) -> object:
+        nonlocal num_runs
+        num_runs += 1
+        return execute(self, branch, node)
+
+    monkeypatch.setattr(ProgramRun, "_execute", counted)
+    rig = Rig()
+    children = tuple(range(1, 41))
+    lengths = sorted((1 + child % 5 for child in children), reverse=last_ends_first)
+    nodes = [text(0, "a"), Fork(id=1, branch=0, children=children)]
+    for child, length in zip(children, lengths, strict=True):
+        nodes.append(gen(len(nodes), child, n=length))
+    nodes.append(Join(id=len(nodes), branch=0, children=children))
+    nodes += [Release(id=len(nodes) + i, branch=child) for i, child in enumerate(children)]
+    start(rig, 1, *nodes, gen(len(nodes), name="end"))
+    rig.run()
+    assert len(values(rig, 1)) == len(children) + 1
+    # Each node once; each release once more, before the join; the join once more for each child that it waits for.
+    assert num_runs <= len(nodes) + 1 + 2 * len(children)
