@@ -8,11 +8,13 @@ engine: `lang` builds these, `sgl.grammars.compiler` checks and compiles them.
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 import msgspec
 
-from sgl.errors import InvalidSchema
+from sgl.errors import InvalidGrammar, InvalidParameter, InvalidRegex, InvalidSchema, SglError
 
 
 class Regex(msgspec.Struct, frozen=True, tag="regex"):
@@ -38,7 +40,84 @@ class Choices(msgspec.Struct, frozen=True, tag="choices"):
     options: tuple[str, ...]
 
 
-Constraint: TypeAlias = Regex | JsonSchema | Choices
+class Ebnf(msgspec.Struct, frozen=True, tag="ebnf"):
+    """The whole output is a text of `grammar`, in EBNF as GBNF writes it; it starts at the rule `root`."""
+
+    grammar: str
+
+
+class Lark(msgspec.Struct, frozen=True, tag="lark"):
+    """The whole output is a text of `grammar`, in llguidance's dialect of Lark; it starts at the rule `start`."""
+
+    grammar: str
+
+
+class StructuralTag(msgspec.Struct, frozen=True, tag="structural_tag"):
+    """Free text with constrained parts; `tag` is the JSON text of either form (see `sgl.grammars.structural_tag`)."""
+
+    tag: str
+    whitespace: str = "bounded"
+
+
+Constraint: TypeAlias = Regex | JsonSchema | Choices | Ebnf | Lark | StructuralTag
+
+
+PARAMETERS = ("regex", "json_schema", "ebnf", "lark", "structural_tag")
+"""The names under which a request gives a constraint; at most one of them is set."""
+
+
+def constraint_of(given: Mapping[str, Any]) -> Constraint | None:
+    """The constraint that a request's parameters name (see `PARAMETERS`); others are not looked at.
+
+    `json_schema` is text, a dict, or a Python type; `structural_tag` is text or a dict; the others are text.
+
+    Raises:
+        InvalidParameter: two of them, or one that is no string where it must be one.
+        InvalidConstraint: what cannot be read. Content is checked by `sgl.grammars.compiler`.
+
+    Example:
+        >>> constraint_of({"regex": "a+", "ebnf": None})
+        Regex(pattern='a+')
+        >>> constraint_of({"json_schema": list[int]}).schema
+        '{"type":"array","items":{"type":"integer"}}'
+    """
+    names = [name for name in PARAMETERS if given.get(name) is not None]
+    if not names:
+        return None
+    if len(names) > 1:
+        raise InvalidParameter(f"{names[0]} and {names[1]} are both given; one must go", param=names[1])
+    name, value = names[0], given[names[0]]
+    if name == "json_schema":
+        if isinstance(value, (str, dict, bool)):
+            return JsonSchema(canonical_schema(value))
+        from sgl.grammars.types import schema_of
+
+        return JsonSchema(canonical_schema(schema_of(value)))
+    if name == "structural_tag":
+        return structural_tag(value)
+    kinds: dict[str, Callable[[str], Constraint]] = {"regex": Regex, "ebnf": Ebnf, "lark": Lark}
+    if not isinstance(value, str):
+        kind = InvalidRegex if name == "regex" else InvalidGrammar
+        raise kind(f"{name} is {value!r}; expected a string", param=name)
+    if name == "regex":
+        try:
+            re.compile(value)
+        except re.error as error:
+            raise InvalidRegex(f"regex {value!r} cannot be compiled: {error}", param=name) from None
+    return kinds[name](str(value))
+
+
+def structural_tag(tag: str | dict[str, Any]) -> StructuralTag:
+    """A structural tag from JSON text or a dict, as canonical text.
+
+    Raises:
+        InvalidGrammar: not JSON, or no object.
+
+    Example:
+        >>> structural_tag({"type": "structural_tag", "format": {"type": "any_text"}}).tag
+        '{"type":"structural_tag","format":{"type":"any_text"}}'
+    """
+    return StructuralTag(_canonical(tag, "structural_tag", (dict,), "an object", InvalidGrammar))
 
 
 def canonical_schema(schema: str | dict[str, Any] | bool) -> str:
@@ -51,18 +130,23 @@ def canonical_schema(schema: str | dict[str, Any] | bool) -> str:
         >>> canonical_schema('{"type": "object", "properties": {"b": {}, "a": {}}}')
         '{"type":"object","properties":{"b":{},"a":{}}}'
     """
-    if isinstance(schema, str):
+    return _canonical(schema, "json_schema", (dict, bool), "an object", InvalidSchema)
+
+
+def _canonical(value: Any, name: str, kinds: tuple[type, ...], expected: str, error_type: type[SglError]) -> str:
+    """JSON text, or a value, as JSON text without spaces."""
+    if isinstance(value, str):
         try:
-            schema = json.loads(schema)
+            value = json.loads(value)
         except json.JSONDecodeError as error:
-            raise InvalidSchema(
-                f"json_schema is not JSON: {error}", hint="pass a dict, or the text of a JSON object", pointer=""
+            raise error_type(
+                f"{name} is not JSON: {error}", hint="pass a dict, or the text of a JSON object", pointer=""
             ) from None
         except RecursionError:
-            raise InvalidSchema("json_schema is nested too deeply to be read", pointer="") from None
-    if not isinstance(schema, (dict, bool)):
-        raise InvalidSchema(f"json_schema is a {type(schema).__name__}; expected an object", pointer="")
+            raise error_type(f"{name} is nested too deeply to be read", pointer="") from None
+    if not isinstance(value, kinds):
+        raise error_type(f"{name} is a {type(value).__name__}; expected {expected}", pointer="")
     try:
-        return json.dumps(schema, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+        return json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
-        raise InvalidSchema(f"json_schema cannot be written as JSON: {error}", pointer="") from None
+        raise error_type(f"{name} cannot be written as JSON: {error}", pointer="") from None

@@ -12,6 +12,7 @@ back on the other side. Standard library and msgspec only, so that every room ma
     |   |   +-- InvalidRegex
     |   |   +-- InvalidSchema            `pointer` is a JSON pointer into the schema
     |   |   +-- UnsupportedSchema        valid JSON schema, but a keyword that nothing here would enforce
+    |   |   +-- InvalidGrammar           EBNF, Lark, structural tag: line and column, or `pointer`
     |   |   +-- ConstraintTooComplex     over a limit of `sgl.limits`
     |   +-- EmptyPrompt
     |   +-- PromptTooLong                both numbers are in the message
@@ -172,6 +173,12 @@ class UnsupportedSchema(InvalidConstraint):
     """A JSON schema keyword that no backend here enforces; `pointer` says where."""
 
     code = "unsupported_schema"
+
+
+class InvalidGrammar(InvalidConstraint):
+    """An EBNF, Lark or structural-tag grammar that cannot be read (`line` and `column`, or `pointer`, say where)."""
+
+    code = "invalid_grammar"
 
 
 class ConstraintTooComplex(InvalidConstraint):
