@@ -16,10 +16,11 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, TypeAlias, assert_never
 
 from sgl.errors import ConstraintTooComplex, InvalidConstraint, InvalidParameter
+from sgl.grammars import ebnf, lark, structural_tag
 from sgl.grammars.keywords import check_schema
 from sgl.grammars.matcher import CompiledGrammar
 from sgl.grammars.regex import translate
-from sgl.grammars.spec import Choices, Constraint, JsonSchema, Regex
+from sgl.grammars.spec import Choices, Constraint, Ebnf, JsonSchema, Lark, Regex, StructuralTag
 from sgl.limits import DEFAULT_LIMITS, Limits
 
 if TYPE_CHECKING:
@@ -44,7 +45,8 @@ def check(constraint: Constraint, backend: str = "llguidance", limits: Limits = 
 
     Raises:
         InvalidConstraint: no options, an unknown whitespace policy, text that is not Unicode.
-        InvalidRegex, InvalidSchema, UnsupportedSchema, ConstraintTooComplex: see `translate` and `check_schema`.
+        InvalidRegex, InvalidSchema, UnsupportedSchema, InvalidGrammar, ConstraintTooComplex: as `translate`,
+            `check_schema`, and the modules of the grammars raise them.
 
     Example:
         >>> check(Choices(("yes", "no")))
@@ -54,10 +56,7 @@ def check(constraint: Constraint, backend: str = "llguidance", limits: Limits = 
             _check_text(pattern, "regex")
             translate(pattern, limits=limits)
         case JsonSchema(schema=schema, whitespace=whitespace):
-            if whitespace not in WHITESPACE:
-                raise InvalidConstraint(
-                    f"whitespace is {whitespace!r}", hint=f"use one of {', '.join(map(repr, WHITESPACE))}"
-                )
+            _check_whitespace(whitespace)
             _check_text(schema, "JSON schema")
             check_schema(schema, backend, limits)
         case Choices(options=options):
@@ -76,8 +75,23 @@ def check(constraint: Constraint, backend: str = "llguidance", limits: Limits = 
                     f"choices have {size} bytes together; at most {limits.max_schema_bytes} are allowed",
                     hint="shorten the options",
                 )
+        case Ebnf(grammar=grammar):
+            _check_text(grammar, "EBNF")
+            ebnf.parse(grammar, limits)
+        case Lark(grammar=grammar):
+            _check_text(grammar, "Lark grammar")
+            lark.check(grammar, backend, limits)
+        case StructuralTag(tag=tag, whitespace=whitespace):
+            _check_whitespace(whitespace)
+            _check_text(tag, "structural tag")
+            structural_tag.check(tag, backend, limits)
         case _:
             assert_never(constraint)
+
+
+def _check_whitespace(whitespace: str) -> None:
+    if whitespace not in WHITESPACE:
+        raise InvalidConstraint(f"whitespace is {whitespace!r}", hint=f"use one of {', '.join(map(repr, WHITESPACE))}")
 
 
 def _check_text(text: str, what: str) -> None:

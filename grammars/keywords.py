@@ -241,7 +241,7 @@ def parse_schema(schema_text: str, limits: Limits = DEFAULT_LIMITS) -> Schema:
         raise _too_deep(limits) from None
     except ValueError as error:
         raise InvalidSchema(f"the JSON schema is not JSON: {error}", hint="mend the text", pointer="") from None
-    if _is_deeper(schema, limits.max_json_depth):
+    if is_deeper(schema, limits.max_json_depth):
         raise _too_deep(limits)
     if not isinstance(schema, (dict, bool)):
         raise InvalidSchema(f"the JSON schema is {_shown(schema)}; expected an object or a boolean", pointer="")
@@ -444,7 +444,13 @@ def is_vacuous(word: str, value: Any, schema: dict[str, Any]) -> bool:
     return word == "nullable" and value is False
 
 
-def _is_deeper(value: Any, depth: int) -> bool:
+def is_deeper(value: Any, depth: int) -> bool:
+    """Whether lists and objects of a JSON value are nested deeper than `depth`.
+
+    Example:
+        >>> is_deeper([[1]], 1), is_deeper([[1]], 2)
+        (True, False)
+    """
     level = [value]
     for _ in range(depth + 1):
         level = [

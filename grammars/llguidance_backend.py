@@ -1,4 +1,4 @@
-"""Regexes and JSON schemas on llguidance.
+"""Regexes, JSON schemas and grammars on llguidance.
 
 Owns the two halves of the matcher protocol over `llguidance.LLMatcher`, and the form in which a constraint is handed to
 it. Called by `sgl.grammars.compiler`, which has checked the constraint before.
@@ -16,6 +16,7 @@ Where the library and the protocol differ, the protocol holds:
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -23,12 +24,25 @@ from typing import Any
 import llguidance
 import numpy as np
 
-from sgl.errors import ConstraintTooComplex, InvalidConstraint, InvalidRegex, InvalidSchema, SglError, UnsupportedSchema
+from sgl.errors import (
+    ConstraintTooComplex,
+    InvalidConstraint,
+    InvalidGrammar,
+    InvalidRegex,
+    InvalidSchema,
+    SglError,
+    UnsupportedSchema,
+)
 from sgl.grammars.choices import Vocabulary, write_row
+from sgl.grammars.ebnf import parse as parse_ebnf
+from sgl.grammars.ebnf import to_lark
 from sgl.grammars.keywords import FORMATS, TABLES, Kind, Schema, Support, parse_schema, subschemas
+from sgl.grammars.lark import map_schemas
+from sgl.grammars.llguidance_tags import TagWriter
 from sgl.grammars.matcher import Bitmask, StopReason, bitmask_words
 from sgl.grammars.regex import Dialect, translate
-from sgl.grammars.spec import Constraint, JsonSchema, Regex
+from sgl.grammars.spec import Constraint, Ebnf, JsonSchema, Lark, Regex, StructuralTag
+from sgl.grammars.structural_tag import parse as parse_tag
 from sgl.limits import Limits
 
 NAME = "llguidance"
@@ -69,6 +83,11 @@ class Backend:
             if not self.tokenizer.is_special_token(token_id)
         }
         self.vocabulary = Vocabulary(tokens, vocab_size, eos_ids, self.tokenizer.tokenize_bytes)
+        self.specials = {
+            text: token_id
+            for text, token_id in _added_tokens(tokenizer_json).items()
+            if token_id < vocab_size and token_id not in eos_ids and self.tokenizer.is_special_token(token_id)
+        }
         self.parser_limits = llguidance.LLParserLimits(
             initial_lexer_fuel=int(limits.max_compile_s * _FUEL_PER_S),
             step_lexer_fuel=int(limits.max_compile_s * _FUEL_PER_S),
@@ -80,7 +99,7 @@ class Backend:
         """Compile a constraint that has passed its checks.
 
         Raises:
-            InvalidRegex, InvalidSchema: nothing can satisfy it.
+            InvalidRegex, InvalidSchema, InvalidGrammar: nothing can satisfy it, or the library cannot read it.
             UnsupportedSchema: a combination of keywords that the library cannot merge.
             ConstraintTooComplex: over a limit of the library.
         """
@@ -94,6 +113,8 @@ class Backend:
             source = llguidance.LLMatcher.grammar_from_json_schema(
                 json.dumps(schema), overrides=_WHITESPACE[constraint.whitespace]
             )
+        elif isinstance(constraint, (Ebnf, Lark, StructuralTag)):
+            source = llguidance.LLMatcher.grammar_from_lark(self.lark(constraint))
         else:
             raise InvalidConstraint(f"llguidance compiles no {type(constraint).__name__} here")
         matcher = llguidance.LLMatcher(self.tokenizer, source, log_level=0, limits=self.parser_limits)
@@ -109,10 +130,27 @@ class Backend:
             raise self.fault(constraint, "unsatisfiable: nothing can be written at the start")
         return grammar
 
+    def lark(self, constraint: Ebnf | Lark | StructuralTag) -> str:
+        """A grammar in the library's dialect."""
+        if isinstance(constraint, Ebnf):
+            written = to_lark(parse_ebnf(constraint.grammar, self.limits))
+            return "\n".join([f"start: {written.start}", *written.lines])
+        if isinstance(constraint, Lark):
+            return map_schemas(constraint.grammar, lambda text, schema: self.embedded(schema, "bounded"))
+        writer = TagWriter(lambda schema: self.embedded(schema, constraint.whitespace), self.specials, self.limits)
+        return writer.grammar(parse_tag(constraint.tag, self.limits))
+
+    def embedded(self, schema: Schema, whitespace: str) -> dict[str, Any]:
+        """A schema as it stands inside a grammar."""
+        inner = rewritten(schema, self.limits)
+        return {**({} if isinstance(inner, bool) else inner), "x-guidance": _WHITESPACE[whitespace]}
+
     def fault(self, constraint: Constraint, message: str) -> SglError:
         """The library's message as a typed error."""
         shown = message.strip().splitlines()[0][:300] if message.strip() else "unknown"
         low = message.lower()
+        if isinstance(constraint, (Ebnf, Lark, StructuralTag)):
+            return _grammar_fault(constraint, shown)
         what = "regex" if isinstance(constraint, Regex) else "JSON schema"
         pointer = "" if isinstance(constraint, Regex) else self.pointer(constraint, message)
         place = f" at {pointer}" if pointer else ""
@@ -151,6 +189,29 @@ class Backend:
                 if isinstance(schema, dict) and word in schema:
                     return f"{pointer}/{word}"
         return ""
+
+
+_PLACE = re.compile(r"^(?:at )?(\d+)\((\d+)\): ")
+_NAMES: dict[type, str] = {Ebnf: "EBNF", Lark: "Lark grammar", StructuralTag: "structural tag"}
+
+
+def _grammar_fault(constraint: Ebnf | Lark | StructuralTag, shown: str) -> SglError:
+    """The library's message about a grammar; its place means something only in a grammar of the caller's own."""
+    name, low = _NAMES[type(constraint)], shown.lower()
+    if any(word in low for word in _COMPLEX):
+        return ConstraintTooComplex(f"the {name} is too complex: {shown}", hint="lower its repeat counts")
+    if any(word in low for word in _UNSATISFIABLE):
+        return InvalidGrammar(f"nothing satisfies the {name}: {shown}", hint="loosen the conflicting part")
+    found = _PLACE.match(shown)
+    if not found or not isinstance(constraint, Lark):
+        return InvalidGrammar(f"the {name} cannot be compiled: {shown}", hint="simplify it")
+    line, column = int(found[1]), int(found[2])
+    return InvalidGrammar(
+        f"the {name} cannot be read at line {line}, column {column}: {shown[found.end() :]}",
+        hint="mend the grammar there",
+        line=line,
+        column=column,
+    )
 
 
 def rewritten(schema: Schema, limits: Limits) -> Schema:
@@ -198,6 +259,11 @@ def _largest_id(tokenizer_json: str) -> int:
     # Byte-pair and word-piece vocabularies map text to id; unigram ones list (text, score) in the order of ids.
     known = max(vocab.values(), default=-1) if isinstance(vocab, dict) else len(vocab) - 1
     return max([known, *(int(token["id"]) for token in data.get("added_tokens", ()))])
+
+
+def _added_tokens(tokenizer_json: str) -> dict[str, int]:
+    added = json.loads(tokenizer_json).get("added_tokens", ())
+    return {token["content"]: int(token["id"]) for token in added if token["content"]}
 
 
 class Grammar:
@@ -314,8 +380,12 @@ class LLGuidanceMatcher:
         return self._forced
 
     def _is_allowed(self, token_id: int) -> bool:
-        if self._num_eos or self._inner.is_error() or token_id not in self._backend.vocabulary.token_bytes:
+        if self._num_eos or self._inner.is_error():
             return False
+        if token_id not in self._backend.vocabulary.token_bytes:
+            # A special token that a grammar names; the library's mask is the only one that knows.
+            named = 0 <= token_id < self._backend.vocabulary.vocab_size
+            return named and bool(self._allowed()[token_id // 32] >> (token_id % 32) & 1)
         forced = self._forced_here()
         return not forced or forced[0] == token_id
 

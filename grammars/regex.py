@@ -18,12 +18,12 @@ import re._parser as sre_parser  # type: ignore[import-not-found]
 import sys
 import warnings
 from array import array
-from collections.abc import Iterable
 from enum import Enum
 from functools import lru_cache
-from typing import Any, TypeAlias
+from typing import Any
 
 from sgl.errors import ConstraintTooComplex, InvalidRegex
+from sgl.grammars.charsets import Range, class_text, complement, escaped, merged
 from sgl.limits import DEFAULT_LIMITS, Limits
 
 
@@ -33,8 +33,6 @@ class Dialect(Enum):
     PYTHON = "python"  # `re.fullmatch`
     ECMA = "ecma"  # `pattern` of a JSON schema: found anywhere in the text, `\\d` and `\\w` ASCII
 
-
-Range: TypeAlias = tuple[int, int]
 
 _ECMA_SPACES: dict[Any, tuple[Range, ...]] = {
     sre.CATEGORY_SPACE: (
@@ -63,7 +61,7 @@ _REFUSED = {
     sre.ATOMIC_GROUP: ("an atomic group", "use an ordinary group (?:...)"),
     sre.POSSESSIVE_REPEAT: ("a possessive repeat", "use an ordinary repeat"),
 }
-_LARGEST_REPEAT = 65_536
+LARGEST_REPEAT = 65_536
 _ANY_TEXT = "(?s:.*)"
 _STARTS = (sre.AT_BEGINNING, sre.AT_BEGINNING_STRING)
 _ENDS = (sre.AT_END, sre.AT_END_STRING)
@@ -126,7 +124,7 @@ def _too_deep(limits: Limits) -> ConstraintTooComplex:
 
 def _too_often(count: int) -> ConstraintTooComplex:
     return ConstraintTooComplex(
-        f"the regex repeats something {count} times; at most {_LARGEST_REPEAT} are allowed", hint="lower the count"
+        f"the regex repeats something {count} times; at most {LARGEST_REPEAT} are allowed", hint="lower the count"
     )
 
 
@@ -211,7 +209,7 @@ class _Writer:
         once = high == 1
         body = self.sequence(list(items), flags, depth + 1, at_start=at_start and once, at_end=at_end and once)
         for count in (low, 0 if high is sre.MAXREPEAT else high):
-            if count > _LARGEST_REPEAT:
+            if count > LARGEST_REPEAT:
                 raise _too_often(count)
         if not body or high == 0:
             return ""
@@ -226,7 +224,7 @@ class _Writer:
     def literal(self, code: int, flags: int) -> str:
         if flags & re.IGNORECASE:
             return _case_variants(code, bool(flags & re.ASCII))
-        return _escaped(code)
+        return escaped(code)
 
     def char_class(self, items: list[Any], flags: int) -> str:
         """A class as explicit ranges of code points."""
@@ -241,15 +239,15 @@ class _Writer:
                 ranges += _ECMA_SPACES[value]
             elif op is sre.CATEGORY:
                 ranges += _category_ranges(_CATEGORIES[value], ascii_only)
-        positive = _merged(ranges)
+        positive = merged(ranges)
         if flags & re.IGNORECASE:
             source = "".join(f"\\U{low:08x}-\\U{high:08x}" for low, high in positive)
             folding = re.IGNORECASE | (re.ASCII if flags & re.ASCII else 0)
             found = re.findall(f"[{source}]", _cased(), folding) if source else []
-            positive = _merged([*positive, *((ord(char), ord(char)) for char in found)])
+            positive = merged([*positive, *((ord(char), ord(char)) for char in found)])
         # Complements are computed here: the engine's own leave in two code points beside the gap of the surrogates.
-        allowed = _complement(positive) if any(op is sre.NEGATE for op, _ in items) else positive
-        text = _class_text(allowed)
+        allowed = complement(positive) if any(op is sre.NEGATE for op, _ in items) else positive
+        text = class_text(allowed)
         if text == "[]":
             raise self.refuse("a class that no character is in", "remove it")
         return text
@@ -258,39 +256,6 @@ class _Writer:
 def _is_atom(op: Any) -> bool:
     """Whether what is written for `op` needs no group before a repeat."""
     return op in (sre.LITERAL, sre.NOT_LITERAL, sre.IN, sre.ANY, sre.SUBPATTERN, sre.BRANCH)
-
-
-def _escaped(code: int) -> str:
-    char = chr(code)
-    return char if char.isascii() and char.isalnum() else f"\\x{{{code:X}}}"
-
-
-def _class_text(ranges: tuple[Range, ...]) -> str:
-    parts = []
-    for low, high in ranges:
-        # Surrogates are no characters in UTF-8; a range is cut around them.
-        for a, b in ((low, min(high, 0xD7FF)), (max(low, 0xE000), high)):
-            if a <= b:
-                parts.append(_escaped(a) if a == b else f"{_escaped(a)}-{_escaped(b)}")
-    return f"[{''.join(parts)}]"
-
-
-def _merged(ranges: Iterable[Range]) -> tuple[Range, ...]:
-    """The same code points as sorted ranges with gaps between them."""
-    merged: list[Range] = []
-    for low, high in sorted(ranges):
-        if merged and low <= merged[-1][1] + 1:
-            merged[-1] = (merged[-1][0], max(high, merged[-1][1]))
-        else:
-            merged.append((low, high))
-    return tuple(merged)
-
-
-def _complement(ranges: tuple[Range, ...]) -> tuple[Range, ...]:
-    """All other code points. `ranges` are sorted and have gaps between them."""
-    edges = [-1, *(edge for low, high in ranges for edge in (low, high)), 0x110000]
-    pairs = zip(edges[::2], edges[1::2], strict=True)
-    return tuple((before + 1, after - 1) for before, after in pairs if before + 1 < after)
 
 
 @lru_cache(maxsize=16)
@@ -312,4 +277,4 @@ def _case_variants(code: int, ascii_only: bool) -> str:
     char = chr(code)
     flags = re.IGNORECASE | (re.ASCII if ascii_only else 0)
     found = {char, *re.findall(re.escape(char), _cased(), flags)}
-    return _class_text(tuple((ord(c), ord(c)) for c in sorted(found))) if len(found) > 1 else _escaped(code)
+    return class_text(tuple((ord(c), ord(c)) for c in sorted(found))) if len(found) > 1 else escaped(code)

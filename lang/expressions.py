@@ -7,7 +7,6 @@ nodes. Everything wrong with an argument is raised here, at the call that has it
 from __future__ import annotations
 
 import base64
-import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
@@ -16,8 +15,8 @@ from typing import Any, Literal, TypeAlias, cast
 
 import msgspec
 
-from sgl.errors import InvalidParameter, InvalidProgram, InvalidRegex, Unsupported
-from sgl.grammars.spec import Constraint, JsonSchema, Regex, canonical_schema
+from sgl.errors import InvalidParameter, InvalidProgram, Unsupported
+from sgl.grammars.spec import Constraint, Regex, constraint_of
 from sgl.lang.choices import ChoicesSamplingMethod, method_name
 from sgl.lang.graph import ChoicesMethod, MediaKind, Sampling, Select, plain, sampling_values
 
@@ -177,23 +176,6 @@ def _dtype(dtype: DType) -> str | None:
     return name
 
 
-def _schema(schema: Any) -> JsonSchema:
-    model_schema = getattr(schema, "model_json_schema", None)
-    if callable(model_schema):
-        schema = model_schema()
-    return JsonSchema(canonical_schema(schema))
-
-
-def _regex(pattern: object) -> Regex:
-    if not isinstance(pattern, str):
-        raise InvalidRegex(f"regex is {pattern!r}; expected a string", param="regex")
-    try:
-        re.compile(pattern)
-    except re.error as error:
-        raise InvalidRegex(f"regex {pattern!r} cannot be compiled: {error}", param="regex") from None
-    return Regex(str(pattern))
-
-
 # --- what users call ------------------------------------------------------------------------------------------------
 
 
@@ -220,8 +202,11 @@ def gen(
     choices: Sequence[str] | None = None,
     choices_method: ChoicesSamplingMethod | str | None = None,
     regex: str | None = None,
-    json_schema: str | dict[str, Any] | type | None = None,
+    json_schema: Any = None,
     *,
+    ebnf: str | None = None,
+    lark: str | None = None,
+    structural_tag: str | dict[str, Any] | None = None,
     seed: int | None = None,
     repetition_penalty: float | None = None,
     logit_bias: Mapping[int, float] | None = None,
@@ -247,12 +232,16 @@ def gen(
         dtype: `int`, `float`, `str` or `bool`: constrains the text; `s.value(name)` is the typed value.
         choices: the value is one of them (this is `select`).
         regex: the whole value matches it.
-        json_schema: text, dict or Pydantic model class; the value is JSON valid under it.
+        json_schema: text, dict or a Python type (Pydantic model, dataclass, TypedDict, Enum, `list[int]`, ...; see
+            `sgl.grammars.types`); the value is JSON valid under it, with its properties in this order.
+        ebnf: a grammar as GBNF writes it; the whole value is a text of it.
+        lark: a grammar in llguidance's dialect of Lark.
+        structural_tag: JSON text or dict; free text in which triggers begin constrained parts.
         seed: makes this generation reproducible on its own.
 
     Raises:
         InvalidParameter: an argument is out of range or contradicts another (`param` names it).
-        InvalidRegex, InvalidSchema: the constraint cannot be read.
+        InvalidRegex, InvalidSchema, InvalidGrammar: the constraint cannot be read.
         Unsupported: `return_text_in_logprobs`.
 
     Example:
@@ -272,24 +261,25 @@ def gen(
     name = check_name(name)
     refuse(return_text_in_logprobs=return_text_in_logprobs)
     kind = _dtype(dtype)
+    constraints: dict[str, Any] = {
+        "regex": regex,
+        "json_schema": json_schema,
+        "ebnf": ebnf,
+        "lark": lark,
+        "structural_tag": structural_tag,
+    }
     if choices is not None:
         many_samples = None if n == 1 else n
-        for param, value in {"regex": regex, "json_schema": json_schema, "dtype": dtype, "n": many_samples}.items():
+        for param, value in {**constraints, "dtype": dtype, "n": many_samples}.items():
             if value is not None:
                 raise InvalidParameter(f"choices and {param} are both given; one must go", param=param)
     elif choices_method is not None:
         raise InvalidParameter("choices_method is given without choices", param="choices_method")
-    if regex is not None and json_schema is not None:
-        raise InvalidParameter("regex and json_schema are both given; one must go", param="json_schema")
-    constraint: Constraint | None = None
-    if regex is not None:
-        constraint = _regex(regex)
-    elif json_schema is not None:
-        constraint = _schema(json_schema)
+    constraint = constraint_of(constraints)
     stops: tuple[str, ...] = ()
     if kind is not None:
         if constraint is not None:
-            warnings.warn("dtype wins over regex and json_schema; give only one of them", stacklevel=2)
+            warnings.warn("dtype wins over the other constraint; give only one of them", stacklevel=2)
         pattern, stops = _DTYPES[kind]
         constraint = Regex(pattern)
     given = {

@@ -192,8 +192,9 @@ class Engine:
 
         Args:
             prompt: text, or a list of texts; or `input_ids` in its place.
-            sampling_params: fields of `Sampling`, and `regex` or `json_schema`; one mapping, or one per prompt. What is
-                not given is what the model recommends (`sampling_defaults`), or else a constant.
+            sampling_params: fields of `Sampling`, and one of `regex`, `json_schema`, `ebnf`, `lark`, `structural_tag`;
+                one mapping, or one per prompt. What is not given is what the model recommends (`sampling_defaults`), or
+                else a constant.
             return_logprob, ...: for all prompts, as the fields of `Sampling`; what `sampling_params` says wins.
             stream: yield outputs as they grow (`text` is cumulative) instead of returning them; with several outputs
                 each has its `index` in the list that would be returned.

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import msgspec
 
 from sgl.errors import EmptyPrompt, InternalError, InvalidParameter, SglError
-from sgl.grammars.spec import Constraint, JsonSchema, Regex, canonical_schema
+from sgl.grammars.spec import PARAMETERS, Constraint, constraint_of
 from sgl.lang.graph import (
     DeltaEvent,
     DoneEvent,
@@ -172,14 +172,7 @@ def _as_list(name: str, value: Any) -> list[Any]:
 
 def _constraint(fields: dict[str, Any]) -> Constraint | None:
     """Take the constraint out of the sampling parameters."""
-    regex, schema = fields.pop("regex", None), fields.pop("json_schema", None)
-    if regex is not None and schema is not None:
-        raise InvalidParameter("regex and json_schema are both given; pass one", param="regex")
-    if regex is not None:
-        if not isinstance(regex, str):
-            raise InvalidParameter(f"regex is {regex!r}; expected a string", param="regex")
-        return Regex(str(regex))
-    return JsonSchema(canonical_schema(schema)) if schema is not None else None
+    return constraint_of({name: fields.pop(name) for name in PARAMETERS if name in fields})
 
 
 # --- running --------------------------------------------------------------------------------------------------------
