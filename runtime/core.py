@@ -24,6 +24,7 @@ from sgl.errors import EngineDead, InternalError, QueueTimeout, SglError, StateL
 from sgl.grammars.compiler import GrammarCompiler
 from sgl.lang.graph import Event, FailedEvent, Graph, ProgramOptions
 from sgl.limits import DEFAULT_LIMITS, Limits
+from sgl.runtime.alarms import Alarms
 from sgl.runtime.branch import Reply
 from sgl.runtime.cache_control import CacheControl, busy
 from sgl.runtime.config import ResolvedConfig
@@ -113,6 +114,7 @@ class EngineCore:
         self._executor = executor
         self._wake = wake
         self._programs: dict[int, ProgramRun] = {}
+        self._alarms = Alarms()
         self._watchers: dict[int, ProgramRun] = {}
         self._done_jobs: deque[tuple[Future[Any], Callable[[Any, SglError | None], None]]] = deque()
         self._failed_steps = 0
@@ -124,7 +126,8 @@ class EngineCore:
         """Start a program."""
         if program in self._programs:
             raise InternalError(f"program {program} is open already")
-        self._programs[program] = ProgramRun(program, options, self)
+        run = self._programs[program] = ProgramRun(program, options, self)
+        self.expect_end(run)
         self.stats.programs += 1
 
     def submit(self, program: int, graph: Graph, *, finish: bool = False) -> None:
@@ -220,24 +223,25 @@ class EngineCore:
 
     def _check_deadlines(self) -> None:
         now = self.now()
-        for run in list(self._programs.values()):
-            run.check_time(now)
-        for request in list(self.scheduler.waiting):
+        for number in self._alarms.due(now):
+            if (run := self._programs.get(number)) is not None:
+                run.check_time(now)
+                self.expect_end(run)
+        while (request := self.scheduler.waiting.oldest_unstarted) is not None:
             waited = now - request.queued_at
             owner = self._watchers.get(request.sequence.id)
-            if waited > self.limits.max_queue_s and not request.last_step and owner is not None:
-                owner.fail(
-                    QueueTimeout(
-                        f"waited {waited:.0f} s for the first step; the limit is {self.limits.max_queue_s:g} s",
-                        hint="send again later, or fewer at a time",
-                    )
+            if waited <= self.limits.max_queue_s or owner is None:
+                return
+            owner.fail(
+                QueueTimeout(
+                    f"waited {waited:.0f} s for the first step; the limit is {self.limits.max_queue_s:g} s",
+                    hint="send again later, or fewer at a time",
                 )
+            )
 
     def next_deadline(self) -> float | None:
-        """When the first open program, pin or waiting flush runs out of time, on the engine's clock."""
-        ends = (run.expires_at for run in self._programs.values())
-        first = min((end for end in ends if end is not None), default=math.inf)
-        first = min(first, self.cache.next_deadline())
+        """When the next open program, pin or waiting flush may run out of time, on the engine's clock."""
+        first = min(self._alarms.next(), self.cache.next_deadline())
         return first if first < math.inf else None
 
     # --- services to programs ---
@@ -254,9 +258,15 @@ class EngineCore:
             self._moved_at = self.now()
         self._watchers[request.sequence.id] = run
 
+    def expect_end(self, run: ProgramRun) -> None:
+        """Time may end `run` at another moment than before."""
+        if not run.ended:
+            self._alarms.set(run.id, run.expires_at)
+
     def ended(self, run: ProgramRun, sequences: Iterable[int]) -> None:
         """Forget a program and the sequences that it had requests on."""
         self._programs.pop(run.id, None)
+        self._alarms.drop(run.id)
         for sequence in sequences:
             self._watchers.pop(sequence, None)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_right, insort
 from collections import deque
+from itertools import accumulate
 
 _HISTORY = 256
 _FEW = 8
@@ -40,6 +41,7 @@ class OutputEstimate:
         self.factor = 1.0
         self._recent: deque[int] = deque()
         self._sorted: list[int] = []
+        self._sums: list[int] = []  # of the first ones of `_sorted`; empty until asked for
 
     def ended(self, num_tokens: int) -> None:
         """A generation ended by itself or at its bound after `num_tokens`."""
@@ -48,6 +50,7 @@ class OutputEstimate:
             del self._sorted[bisect_right(self._sorted, oldest) - 1]
         self._recent.append(num_tokens)
         insort(self._sorted, num_tokens)
+        self._sums.clear()
         self.factor = max(1.0, self.factor * _DECAY)
 
     def retracted(self) -> None:
@@ -59,11 +62,13 @@ class OutputEstimate:
         left = allowed - produced
         if left <= 0:
             return 0
-        longer = self._sorted[bisect_right(self._sorted, produced) :]
-        if len(self._sorted) < _FEW:
+        known = len(self._sorted)
+        shorter = bisect_right(self._sorted, produced)
+        if known < _FEW:
             mean = left / 2
-        elif longer:
-            mean = sum(longer) / len(longer) - produced
+        elif shorter < known:
+            self._sums = self._sums or [0, *accumulate(self._sorted)]
+            mean = (self._sums[known] - self._sums[shorter]) / (known - shorter) - produced
         else:
             mean = 16.0  # longer than anything seen: room for a few steps, as nothing says how far it goes
         return min(left, max(1, round(mean * self.factor * self.conservativeness)))

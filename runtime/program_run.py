@@ -594,6 +594,7 @@ class ProgramRun:
             return
         if not self._finish:
             self._idle_since = self._services.now()
+            self._services.expect_end(self)
             touched = [self._branches[id] for id in sorted(self._touched) if id in self._branches]
             self._touched.clear()
             handles = tuple(StateHandle(self._services.epoch, b.id, len(b.sequence)) for b in touched)

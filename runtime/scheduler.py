@@ -15,7 +15,6 @@ Laws after each step: `free + cached + held == total`, and `prompt == cached + p
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Set
 
 import numpy as np
@@ -30,10 +29,11 @@ from sgl.runtime.masks import MaskFiller
 from sgl.runtime.paging import Paging
 from sgl.runtime.pins import Pins
 from sgl.runtime.plan import Chunk, RowResult, ScoreSpec, StepPlan, StepResult
-from sgl.runtime.policies import MAX_SKIPS, QueuePolicy, victim
+from sgl.runtime.policies import victim
 from sgl.runtime.radix import RadixNode
 from sgl.runtime.sequence import Owner, Request, Sampled, Sequence
 from sgl.runtime.stats import Stats
+from sgl.runtime.waiting import WaitingQueue
 
 
 class Scheduler:
@@ -61,10 +61,8 @@ class Scheduler:
         self.page_size = config.page_size
         self.paging = Paging(config, stats, self._outlook)
         self.pins = Pins(self.paging, self, max_tokens=config.max_pinned_tokens, num_pages=config.num_pages)
-        self.waiting: deque[Request] = deque()
+        self.waiting = WaitingQueue(config.schedule_policy, self._cached_prefix, seed=config.random_seed)
         self.running: list[Request] = []
-        self._num_admitted = 0
-        self._policy = QueuePolicy(config.schedule_policy, self._cached_prefix, seed=config.random_seed)
         self._on_end = on_end
         self._masks = masks
         self._estimate = OutputEstimate(config.schedule_conservativeness)
@@ -135,8 +133,7 @@ class Scheduler:
         if request.generation is not None:
             request.take_forced(request.generation.force())
         request.account_found(0, min(request.sequence.num_computed, request.reusable_len))
-        request.due = self._num_admitted + len(self.waiting) + MAX_SKIPS
-        self.waiting.append(request)
+        self.waiting.add(request)
         request.queued = True
         self.stats.requests += 1
 
@@ -150,10 +147,7 @@ class Scheduler:
             if request.done or not request.queued:
                 continue
             request.done = True
-            if request in self.running:
-                self.running.remove(request)
-            else:
-                self.waiting.remove(request)
+            self._take_out(request)
             self._settle(request)
 
     @property
@@ -174,7 +168,7 @@ class Scheduler:
         for request in sorted(self.running, key=_urgency):
             if budget <= 0:
                 break
-            if request in self.running:  # else it was put back, to make room for one before it
+            if request.running:  # else it was put back, to make room for one before it
                 budget -= self._plan(request, budget, planned)
         self._admit(budget, planned)
         chunks = tuple(planned.values())
@@ -185,31 +179,34 @@ class Scheduler:
         """Start waiting requests in the policy's order, until tokens, rows or pages of this step are used up."""
         if not self.waiting or budget <= 0:
             return
-        for request in self._policy.order(self.waiting, self._num_admitted):
-            if budget <= 0 or self._is_full(request) or not self._admissible(request):
+        num_running, awaited = -1, 0
+        for request in self.waiting.first(budget):  # each takes a token at least
+            if num_running != len(self.running):  # the first time, or something was put back
+                num_running, awaited = len(self.running), sum(map(self._awaited, self.running))
+            if budget <= 0 or self._is_full(request) or not self._admissible(request, awaited):
                 return
-            self.waiting.remove(request)
+            self.waiting.admit(request)
             self.running.append(request)
+            request.running = True
             self.paging.run(request.sequence)
-            self._num_admitted += 1
-            if request.program is not None:
-                request.program.started = True
             num_tokens = self._plan(request, budget, planned)
             if num_tokens == 0:
                 return
             budget -= num_tokens
+            num_running += 1
+            awaited += self._awaited(request)
 
     def _preempt(self) -> None:
         """Put running requests back for a waiting one whose priority is higher by the threshold and has no room."""
         threshold = self.config.preemption_threshold
         if threshold is None or not self.waiting:
             return
-        urgent = max(self.waiting, key=lambda request: request.priority)
+        urgent = self.waiting.most_urgent
         while self.running:
             lowest = min(self.running, key=lambda request: request.priority)
             if urgent.priority - lowest.priority < threshold:
                 return
-            if not self._is_full(urgent) and self._admissible(urgent):
+            if not self._is_full(urgent) and self._admissible(urgent, sum(map(self._awaited, self.running))):
                 return
             self._put_back(lowest)
             self.stats.preemptions += 1
@@ -241,6 +238,7 @@ class Scheduler:
                 request.failed = request.generation.failed
             if request.failed is not None or request.complete:
                 self._finish(request)
+        self.running = [request for request in self.running if request.running]
         return touched
 
     def reset(self) -> int:
@@ -253,10 +251,9 @@ class Scheduler:
     def rebuild(self, dead: Set[int]) -> None:
         """Forget the sequences `dead` with their requests, and begin with an empty pool and tree: what keeps them did
         not work. Other requests compute again what they had."""
-        for queue in (self.running, self.waiting):
-            for request in [request for request in queue if request.sequence.id in dead]:
-                request.done = True
-                queue.remove(request)
+        for request in [request for request in (*self.running, *self.waiting) if request.sequence.id in dead]:
+            request.done = True
+            self._take_out(request)
         self.pins.lose(unpin=False)
         self.paging.rebuild(dead)
         self.pins.recompute()
@@ -370,27 +367,32 @@ class Scheduler:
     def _put_back(self, request: Request) -> None:
         """Retract: the request's pages become cache, and it waits at the head of the queue."""
         self.running.remove(request)
+        request.running = False
         self.paging.let_go(request.sequence, self.step)
-        self.waiting.appendleft(request)
+        self.waiting.put_back(request)
         if request.prefill_tokens or request.completion_tokens:
             self.stats.retractions += 1
 
     def _is_full(self, request: Request) -> bool:
         """Whether the batch has no row for the request. Options of a select take none: they are gone with the step."""
-        rows = sum(not other.score_only for other in self.running)
-        return not request.score_only and rows >= self.config.max_running_requests
+        most = self.config.max_running_requests
+        if request.score_only or len(self.running) < most:
+            return False
+        return sum(not other.score_only for other in self.running) >= most
 
-    def _admissible(self, request: Request) -> bool:
-        """Whether there is room for the request, and for what everyone running is expected to grow by."""
+    def _admissible(self, request: Request, awaited: int) -> bool:
+        """Whether there is room for the request, and for what everyone running is expected to grow by (`awaited`)."""
         if not self.running:
             return True
         node, matched = self._cached_prefix(request)
-        tokens = len(request.sequence) - matched + self._growth(request)
-        for other in self.running:
-            tokens += len(other.sequence) - other.sequence.num_computed + self._growth(other)
+        tokens = len(request.sequence) - matched + self._growth(request) + awaited
         missing = -(-tokens // self.page_size) + _unlocked_pages(node)
         missing -= self.paging.pool.num_free + self.paging.tree.num_cached
         return missing <= 0 or missing <= self.paging.num_resting_pages - len(request.sequence.pages)
+
+    def _awaited(self, request: Request) -> int:
+        """Tokens that a running request has yet to compute, as far as can be told."""
+        return len(request.sequence) - request.sequence.num_computed + self._growth(request)
 
     def _growth(self, request: Request) -> int:
         return self._estimate.remaining(request.completion_tokens, request.new_tokens)
@@ -403,12 +405,20 @@ class Scheduler:
         """When the waiting requests are expected to run: one takes the place of another as running ones end."""
         growth = [self._growth(request) for request in self.running]
         steps_apart = sum(growth) / len(growth) ** 2 if growth else 1.0
-        for place, request in enumerate(self._policy.order(self.waiting, self._num_admitted)):
+        for place, request in enumerate(self.waiting.first(len(self.waiting))):
             yield self.step + 1 + place * steps_apart, request.sequence
 
+    def _take_out(self, request: Request) -> None:
+        """Of the queue that it is in."""
+        if request.running:
+            self.running.remove(request)
+            request.running = False
+        else:
+            self.waiting.remove(request)
+
     def _finish(self, request: Request) -> None:
-        request.done = True
-        self.running.remove(request)
+        """End a request; `process` takes all that ended out of `running` together."""
+        request.done, request.running = True, False
         self._settle(request)
 
     def _settle(self, request: Request) -> None:

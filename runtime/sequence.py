@@ -126,7 +126,7 @@ class Request:
     Attributes:
         program, branch, node, label: what it belongs to, for scheduling and traces.
         path_len: tokens from here to the end of its branch's longest path, as far as the graph is known.
-        due: how many admissions of the engine may pass before this one comes first.
+        arrival: its number in the order in which requests were queued; `running`: it was admitted, and not put back.
 
     Args:
         sequence: what to compute; its ids at this moment are the prompt.
@@ -164,7 +164,8 @@ class Request:
         self.node = 0
         self.label = ""
         self.path_len = new_tokens
-        self.due = 0
+        self.arrival = 0
+        self.running = False
         self.prompt_len = len(sequence)
         self.accounted = 0
         self.logprobs: dict[int, tuple[float, ...]] = {}

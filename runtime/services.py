@@ -43,5 +43,8 @@ class Services(Protocol):
     def watch(self, request: Request, run: ProgramRun) -> None:
         """Tell `run` when `request` gets something."""
 
+    def expect_end(self, run: ProgramRun) -> None:
+        """Time may end `run` (see `expires_at`) at another moment than before."""
+
     def ended(self, run: ProgramRun, sequences: Iterable[int]) -> None:
         """`run` is over; `sequences` had requests of it."""

@@ -2,24 +2,37 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Iterable
+
 import pytest
 from support.scripted import Rig
 
 from sgl.lang.graph import DoneEvent, Gen, Graph, LiteralText, ProgramOptions, Sampling, Text, ValueEvent
 from sgl.runtime.cache_key import CacheKey
 from sgl.runtime.estimate import OutputEstimate
-from sgl.runtime.policies import MAX_SKIPS, QueuePolicy, victim
+from sgl.runtime.policies import MAX_SKIPS, Match, QueuePolicyName, victim
 from sgl.runtime.radix import RadixNode, RadixTree
 from sgl.runtime.sequence import ProgramInfo, Request, Sequence
+from sgl.runtime.waiting import WaitingQueue
 
 
-def request(number: int, *, new_tokens: int = 8, priority: int = 0, prompt: str = "", due: int = 10**9) -> Request:
-    made = Request(Sequence(number, CacheKey(), list(prompt.encode())), new_tokens=new_tokens, priority=priority)
-    made.due = due
-    return made
+def request(number: int, *, new_tokens: int = 8, priority: int = 0, prompt: str = "") -> Request:
+    return Request(Sequence(number, CacheKey(), list(prompt.encode())), new_tokens=new_tokens, priority=priority)
 
 
-def numbers(requests: list[Request]) -> list[int]:
+def queue_of(policy: QueuePolicyName, waiting: list[Request], match: Match | None, seed: int) -> WaitingQueue:
+    queue = WaitingQueue(policy, match or no_match, seed=seed)
+    for each in waiting:
+        queue.add(each)
+    return queue
+
+
+def order(policy: QueuePolicyName, waiting: list[Request], match: Match | None = None, seed: int = 0) -> list[int]:
+    return numbers(queue_of(policy, waiting, match, seed).first(len(waiting)))
+
+
+def numbers(requests: Iterable[Request]) -> list[int]:
     return [each.sequence.id for each in requests]
 
 
@@ -28,34 +41,98 @@ def no_match(request: Request) -> tuple[RadixNode, int]:
 
 
 def test_arrival_order_and_priority() -> None:
-    policy = QueuePolicy("fcfs", no_match)
     waiting = [request(1), request(2, priority=1), request(3), request(4, priority=1)]
-    assert numbers(policy.order(waiting, 0)) == [2, 4, 1, 3]
+    assert order("fcfs", waiting) == [2, 4, 1, 3]
+    queue = queue_of("fcfs", waiting, None, 0)
+    assert queue.most_urgent.priority == 1
+    queue.remove(waiting[1])
+    assert numbers(queue.first(2)) == [4, 1]
+    assert len(queue) == 3
 
 
 def test_longest_output_first() -> None:
-    policy = QueuePolicy("lof", no_match)
     waiting = [request(1, new_tokens=5), request(2, new_tokens=9), request(3, new_tokens=7)]
-    assert numbers(policy.order(waiting, 0)) == [2, 3, 1]
+    assert order("lof", waiting) == [2, 3, 1]
 
 
 def test_started_programs_first_and_the_longest_path_first_within_one() -> None:
-    policy = QueuePolicy("program", no_match)
     old, young = ProgramInfo(1, "old"), ProgramInfo(2, "young")
-    waiting = [request(i) for i in range(1, 6)]
-    for each, program, path in zip(waiting, (old, young, old, young, old), (5, 9, 7, 3, 6), strict=True):
+    waiting = [request(i) for i in range(1, 7)]
+    of = (old, young, old, young, old, young)
+    for each, program, path in zip(waiting, of, (5, 9, 7, 3, 6, 1), strict=True):
         each.program, each.path_len = program, path
-    assert numbers(policy.order(waiting, 0)) == [3, 5, 1, 2, 4]
-    young.started = True
-    assert numbers(policy.order(waiting, 0)) == [2, 4, 3, 5, 1]
+    queue = queue_of("program", waiting, None, 0)
+    assert numbers(queue.first(6)) == [3, 5, 1, 2, 4, 6]
+    queue.admit(waiting[3])
+    assert young.started
+    assert numbers(queue.first(6)) == [2, 6, 3, 5, 1]
+    for each in (waiting[1], waiting[4], waiting[5]):  # under the keys that they have now
+        queue.remove(each)
+    assert numbers(queue.first(6)) == [3, 1]
 
 
 def test_overdue_and_put_back_requests_come_first() -> None:
-    policy = QueuePolicy("lof", no_match)
-    waiting = [request(1, new_tokens=1, due=5), request(2, new_tokens=9), request(3, new_tokens=2)]
+    waiting = [request(1, new_tokens=1), request(2, new_tokens=9), request(3, new_tokens=2)]
+    queue = queue_of("lof", waiting, None, 0)
+    queue.admit(waiting[2])
     waiting[2].last_step = 7
-    assert numbers(policy.order(waiting, 4)) == [3, 2, 1]
-    assert numbers(policy.order(waiting, 5)) == [1, 3, 2]
+    queue.put_back(waiting[2])
+    assert numbers(queue.first(3)) == [3, 2, 1]
+    for i in range(MAX_SKIPS - 2):  # with the one above one less than what may pass the first
+        queue.add(later := request(10 + i, new_tokens=5))
+        queue.admit(later)
+    assert numbers(queue.first(3)) == [3, 2, 1]
+    queue.add(later := request(9))
+    queue.admit(later)
+    assert numbers(queue.first(3)) == [1, 3, 2]
+
+
+def test_the_oldest_that_never_ran_is_known() -> None:
+    waiting = [request(i, new_tokens=i) for i in range(4)]
+    for each in waiting[1:]:
+        each.program = ProgramInfo(each.sequence.id, "p")
+    queue = queue_of("lof", waiting, None, 0)
+    assert queue.oldest_unstarted is waiting[1], "the first belongs to no program: it has all the time it needs"
+    queue.admit(waiting[1])
+    queue.admit(waiting[2])
+    assert queue.oldest_unstarted is waiting[3]
+    queue.put_back(waiting[2])
+    assert queue.oldest_unstarted is waiting[2], "there was no room for its first step"
+    waiting[1].last_step = 1
+    queue.put_back(waiting[1])
+    assert queue.oldest_unstarted is waiting[2]
+
+
+@pytest.mark.parametrize("policy", ["program", "fcfs", "lof", "random"])
+def test_the_queue_stays_sorted_whatever_comes_and_goes(policy: QueuePolicyName) -> None:
+    pick = random.Random(3)
+    programs = [ProgramInfo(i, "p") for i in range(8)]
+    queue = queue_of(policy, [], None, 0)
+    running: list[Request] = []
+    for number in range(3000):
+        match pick.randrange(4):
+            case 0 | 1:
+                made = request(number, new_tokens=pick.randrange(9))
+                made.program = pick.choice(programs)
+                made.priority = made.program.number % 2
+                queue.add(made)
+            case 2 if len(queue):
+                (chosen,) = queue.first(1)
+                queue.admit(chosen)
+                running.append(chosen)
+            case 3 if running:
+                chosen = running.pop(pick.randrange(len(running)))
+                chosen.last_step = number
+                queue.put_back(chosen)
+            case _:
+                continue
+        front = list(queue.first(len(queue)))
+        assert len(front) == len(set(front)) == len(queue)
+        assert front == sorted(front, key=lambda each: -each.priority)
+        if policy == "program":
+            fresh = [each for each in front if not each.last_step and each in queue._fresh]
+            wanted = [(-each.priority, not each.program.started, each.program.number) for each in fresh if each.program]
+            assert wanted == sorted(wanted)
 
 
 def tree_of(*texts: str) -> RadixTree:
@@ -81,22 +158,23 @@ def matcher(tree: RadixTree):  # type: ignore[no-untyped-def]
 
 
 def test_longest_prefix_first() -> None:
-    policy = QueuePolicy("lpm", matcher(tree_of("abcdef")))
+    match = matcher(tree_of("abcdef"))
     waiting = [request(1, prompt="xyz"), request(2, prompt="abz"), request(3, prompt="abcd"), request(4, prompt="a")]
-    assert numbers(policy.order(waiting, 0)) == [3, 2, 4, 1]
+    assert order("lpm", waiting, match) == [3, 2, 4, 1]
+    assert numbers(queue_of("lpm", waiting, match, 0).first(2)) == [3, 2]
 
 
 def test_depth_first_keeps_subtrees_together_and_takes_the_heaviest_first() -> None:
-    policy = QueuePolicy("dfs-weight", matcher(tree_of("aab", "aac", "b")))
+    match = matcher(tree_of("aab", "aac", "b"))
     prompts = ["b1", "aab1", "aac1", "b2", "aac2", "aac3", "z"]
     waiting = [request(i, prompt=prompt) for i, prompt in enumerate(prompts, 1)]
     # The subtree under "aa" has four requests, "b" two, and the root itself one.
-    assert numbers(policy.order(waiting, 0)) == [7, 3, 5, 6, 2, 1, 4]
+    assert order("dfs-weight", waiting, match) == [7, 3, 5, 6, 2, 1, 4]
 
 
 def test_random_is_a_permutation_by_seed() -> None:
     waiting = [request(i) for i in range(50)]
-    one, two, other = (numbers(QueuePolicy("random", no_match, seed=seed).order(waiting, 0)) for seed in (1, 1, 2))
+    one, two, other = (order("random", waiting, seed=seed) for seed in (1, 1, 2))
     assert one == two != other
     assert sorted(one) == list(range(50)) != one
 

@@ -1,0 +1,166 @@
+"""The requests that wait for the scheduler, in order of admission.
+
+Owns the waiting requests, their order and their age. The scheduler adds, admits, puts back and removes; what may be
+admitted is its own decision. Requests of higher priority come first. Among equals, what was put back, and what was
+passed over too often, comes before everything else in order of arrival, so that no policy starves anyone; the policy
+orders the rest (see `policies`).
+
+A request is sorted in once, by a key that stays: a step with ten thousand waiting requests costs what it takes from the
+front. Only what changes a key moves a request: its age, or the start of its program. The two policies that look into
+the prefix tree rank the front of the queue when it is asked for.
+"""
+
+from __future__ import annotations
+
+import random
+from bisect import bisect_left, insort
+from collections import OrderedDict
+from collections.abc import Iterator
+from itertools import count, groupby
+from operator import itemgetter
+from typing import TypeAlias
+
+from sgl.runtime.policies import MAX_SKIPS, RANKED, TREE_WALKS, Match, QueuePolicyName
+from sgl.runtime.sequence import ProgramInfo, Request
+
+_Key: TypeAlias = tuple[float, ...]
+"""(-priority, 0 for what comes first of its priority and else 1, what the policy looks at, number of arrival)"""
+
+_key_of = itemgetter(0)
+
+
+class WaitingQueue:
+    """Waiting requests.
+
+    Args:
+        policy: which order.
+        match: looks a request up in the prefix tree.
+        seed: of the `random` order.
+    """
+
+    def __init__(self, policy: QueuePolicyName, match: Match, *, seed: int = 0) -> None:
+        self._policy = policy
+        self._match = match
+        self._random = random.Random(seed)
+        self._arrivals = count()
+        self._num_admitted = 0
+        self._last_due = 0
+        self._sorted: list[tuple[_Key, Request]] = []
+        self._keys: dict[Request, _Key] = {}
+        self._fresh: OrderedDict[Request, int] = OrderedDict()  # not due yet -> admissions when it is; by arrival
+        self._unstarted: OrderedDict[Request, None] = OrderedDict()  # of programs, no step yet; by arrival
+
+    def __len__(self) -> int:
+        return len(self._sorted)
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self._keys)
+
+    def add(self, request: Request) -> None:
+        """A request arrives."""
+        request.arrival = next(self._arrivals)
+        self._last_due = max(self._last_due, self._num_admitted + len(self) + MAX_SKIPS)
+        self._fresh[request] = self._last_due
+        if request.program is not None:
+            self._unstarted[request] = None
+        self._insert(request, self._policy_key(request))
+
+    def put_back(self, request: Request) -> None:
+        """A request that was admitted waits again, before what was not."""
+        if not request.last_step and request.program is not None:
+            self._unstarted[request] = None
+            self._unstarted.move_to_end(request, last=False)
+        self._insert(request, _front_key(request))
+
+    def remove(self, request: Request) -> None:
+        """A request waits no more."""
+        del self._sorted[bisect_left(self._sorted, self._keys.pop(request), key=_key_of)]
+        self._fresh.pop(request, None)
+        self._unstarted.pop(request, None)
+
+    def admit(self, request: Request) -> None:
+        """A request is about to run, and its program has started."""
+        self.remove(request)
+        self._num_admitted += 1
+        program = request.program
+        if program is not None and not program.started:
+            self._start(program, request.priority)
+
+    def first(self, num: int) -> Iterator[Request]:
+        """The `num` requests to admit first, in the order of now, whatever is admitted meanwhile."""
+        self._promote()
+        if self._policy in RANKED:
+            return iter(self._ranked(num)[:num])
+        return map(itemgetter(1), self._sorted[:num])
+
+    @property
+    def most_urgent(self) -> Request:
+        """One of the highest priority; there must be one."""
+        return self._sorted[0][1]
+
+    @property
+    def oldest_unstarted(self) -> Request | None:
+        """Of the requests of programs that no step computed anything of, the one that arrived first."""
+        return next(iter(self._unstarted), None)
+
+    def _insert(self, request: Request, key: _Key) -> None:
+        self._keys[request] = key
+        insort(self._sorted, (key, request), key=_key_of)
+
+    def _policy_key(self, request: Request) -> _Key:
+        program = request.program
+        of_policy: _Key = ()
+        match self._policy:
+            case "lof":
+                of_policy = (-request.new_tokens,)
+            case "random":
+                of_policy = (self._random.random(),)
+            case "program":
+                is_new, number = (True, 0) if program is None else (not program.started, program.number)
+                of_policy = (is_new, number, -request.path_len)
+            case _:
+                pass
+        return (-request.priority, 1, *of_policy, request.arrival)
+
+    def _promote(self) -> None:
+        """Bring what was passed over too often to the front of its priority."""
+        while self._fresh:
+            request, due = next(iter(self._fresh.items()))
+            if due > self._num_admitted:
+                return
+            del self._fresh[request]
+            del self._sorted[bisect_left(self._sorted, self._keys[request], key=_key_of)]
+            self._insert(request, _front_key(request))
+
+    def _start(self, program: ProgramInfo, priority: int) -> None:
+        """The other requests of `program`, which has one priority, come before those of programs that wait to start."""
+        program.started = True
+        if self._policy != "program":
+            return
+        low, high = (
+            bisect_left(self._sorted, (-priority, 1, True, number), key=_key_of)
+            for number in (program.number, program.number + 1)
+        )
+        moved = [((*key[:2], False, *key[3:]), request) for key, request in self._sorted[low:high]]
+        del self._sorted[low:high]
+        if moved:
+            self._keys.update((request, key) for key, request in moved)
+            place = bisect_left(self._sorted, moved[0][0], key=_key_of)
+            self._sorted[place:place] = moved
+
+    def _ranked(self, num: int) -> list[Request]:
+        """The front in the order of a policy that looks into the tree; at most `TREE_WALKS` requests are looked up."""
+        ordered: list[Request] = []
+        walks = TREE_WALKS
+        for (_, is_fresh), group in groupby(self._sorted[: num + TREE_WALKS], key=lambda entry: entry[0][:2]):
+            requests = [request for _, request in group]
+            if is_fresh:
+                seen = requests[:walks]
+                walks -= len(seen)
+                requests = [*RANKED[self._policy](seen, self._match), *requests[len(seen) :]]
+            ordered += requests
+        return ordered
+
+
+def _front_key(request: Request) -> _Key:
+    return (-request.priority, 0, request.arrival)
