@@ -477,6 +477,8 @@ class ValueEvent(msgspec.Struct, frozen=True, tag="value", kw_only=True):
             text that matched a stop pattern.
         logprobs: of the output tokens; `prompt_logprobs`: of the prompt's from `logprob_start_len` on.
         choices: the scores, for a select.
+        truncated_at: where a JSON schema's value breaks off that `length` has ended, as a JSON pointer; `None` for
+            a value that is valid as it is.
     """
 
     node: int
@@ -491,6 +493,7 @@ class ValueEvent(msgspec.Struct, frozen=True, tag="value", kw_only=True):
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
     choices: tuple[ChoiceScore, ...] = ()
     latency_s: float = 0.0
+    truncated_at: str | None = None
 
 
 class JoinedEvent(msgspec.Struct, frozen=True, tag="joined"):

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def meta_info(event: ValueEvent) -> dict[str, Any]:
-    """How a value came about: why it ended, its tokens, log-probabilities and scores.
+    """How a value came about: why it ended (and where in its JSON), its tokens, log-probabilities and scores.
 
     Log-probabilities are triples (logprob, token id, None): `output_token_logprobs` and `input_token_logprobs` (from
     `logprob_start_len` on), with `..._top_logprobs` and `..._token_ids_logprobs` beside them where they were asked for.
@@ -21,6 +21,8 @@ def meta_info(event: ValueEvent) -> dict[str, Any]:
     finish: dict[str, Any] = {"type": event.finish}
     if event.finish == "length":
         finish["length"] = len(event.token_ids)
+        if event.truncated_at is not None:
+            finish["truncated_at"] = event.truncated_at
     elif event.matched is not None:
         finish["matched"] = event.matched
     info: dict[str, Any] = {

@@ -10,6 +10,8 @@ from functools import partial
 
 from sgl.errors import EmptyPrompt
 from sgl.grammars.matcher import CompiledGrammar
+from sgl.grammars.partial_json import open_pointer
+from sgl.grammars.spec import JsonSchema
 from sgl.lang.graph import DeltaEvent, Gen, ProgramOptions, Usage, ValueEvent
 from sgl.runtime.branch import Branch
 from sgl.runtime.generation import Generation
@@ -120,7 +122,15 @@ class Drawing:
             usage=usage,
             logprobs=output_logprobs(request, generation.logprobs, self.node.sampling),
             prompt_logprobs=prompt_logprobs(request, self.node.sampling),
+            truncated_at=self._truncated_at(value),
         )
+
+    def _truncated_at(self, value: str) -> str | None:
+        """Where the budget broke off a value of a JSON schema."""
+        matcher = self._generation.matcher
+        if self._generation.finish != "length" or matcher is None or not isinstance(self.node.constraint, JsonSchema):
+            return None
+        return None if matcher.is_complete() else open_pointer(value)
 
     def release(self) -> None:
         """Nothing: its sequence is the branch's."""
