@@ -170,7 +170,7 @@ def open_library(path: str) -> ctypes.CDLL:
         "sgl_set_threads": (None, [ctypes.c_int32]),
         "sgl_packed_bytes": (integer, [pointer]),
         "sgl_pack": (None, [pointer, pointer]),
-        "sgl_rows": (None, [pointer, pointer, integer, pointer]),
+        "sgl_rows": (integer, [pointer, pointer, integer, pointer]),
         "sgl_linear": (None, [pointer, pointer, integer, pointer]),
         "sgl_rms_norm": (None, [pointer, pointer, integer, integer, number, pointer]),
         "sgl_silu_mul": (None, [pointer, pointer, integer, integer, pointer]),

@@ -70,8 +70,13 @@ void sgl_pack(const Weight* w, const uint8_t* source) {
     for_each(w->groups(), [&](int64_t group) { pack_group(*w, source, group); });
 }
 
-void sgl_rows(const Weight* w, const int64_t* ids, int64_t count, float* out) {
+// Returns how many of the ids are rows: fewer than `count` where one is none, and then nothing is written.
+int64_t sgl_rows(const Weight* w, const int64_t* ids, int64_t count, float* out) {
+    for (int64_t i = 0; i < count; i++) {
+        if (ids[i] < 0 || ids[i] >= w->rows) return i;
+    }
     for_each(count, [&](int64_t i) { read_row(*w, ids[i], out + i * w->cols); });
+    return count;
 }
 
 void sgl_linear(const Weight* w, const float* x, int64_t rows, float* out) { linear(w, x, rows, out); }

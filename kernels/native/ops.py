@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from sgl.errors import InternalError
 from sgl.kernels.native.library import library
 from sgl.kernels.native.weights import PackedWeight
 
@@ -73,11 +74,18 @@ def plan_attention(
     page_size: int,
     device: torch.device | str = "cpu",
 ) -> NativePlan:
-    """As `sgl.kernels.attention.plan_attention`, for these kernels."""
+    """As `sgl.kernels.attention.plan_attention`, for these kernels.
+
+    Raises:
+        InternalError: a page table ends before its chunk.
+    """
     tables = tuple(np.ascontiguousarray(table, dtype=np.int32) for table in page_tables)
     chunks = (CChunk * len(starts))()
     for chunk, start, length, table in zip(chunks, starts, lengths, tables, strict=True):
-        chunk.start, chunk.length, chunk.pages = start, length, table.ctypes.data
+        if len(table) * page_size < start + length:
+            raise InternalError(f"{len(table)} pages of {page_size} do not reach position {start + length}")
+        chunk.start, chunk.length = start, length
+        chunk.pages = table.__array_interface__["data"][0]  # `table.ctypes` costs ten times as much
     return NativePlan(chunks, sum(lengths), page_size, tables)
 
 

@@ -77,9 +77,9 @@ class PackedWeight:
         """The rows `[R]` as float32 `[R, cols]`."""
         out = torch.empty(len(rows), self.shape[1])
         ids = rows.to(torch.int64).contiguous()
-        if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < self.shape[0]:
-            raise InternalError(f"row {int(ids.max())} of a matrix of {self.shape[0]} rows")
-        library().sgl_rows(self.address, ids.data_ptr(), len(ids), out.data_ptr())
+        good = library().sgl_rows(self.address, ids.data_ptr(), len(ids), out.data_ptr())
+        if good < len(ids):
+            raise InternalError(f"row {int(ids[good])} of a matrix of {self.shape[0]} rows")
         return out
 
     def numbers(self) -> torch.Tensor:

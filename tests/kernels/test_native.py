@@ -254,6 +254,11 @@ def test_tokens_on_one_prefix_are_computed_together_with_the_same_bits() -> None
         assert torch.equal(only[0], got[row])
 
 
+def test_a_page_table_that_ends_before_its_chunk_is_refused() -> None:
+    with pytest.raises(InternalError, match="2 pages of 4 do not reach position 9"):
+        ops.plan_attention([0], [9], [np.zeros(2, dtype=np.int32)], 4)
+
+
 def test_nan_beyond_a_context_is_not_read() -> None:
     step = Step([(20, 1), (9, 5)], heads=2, kv_heads=1, dim=16, page_size=32, dtype=torch.float32)
     for pool in (step.keys, step.values):
