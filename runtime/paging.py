@@ -35,6 +35,9 @@ Outlook = Callable[[], Iterable[tuple[float, Sequence]]]
 _HORIZON = 256
 """Waiting requests whose prefixes are protected; those behind them want the same ones, or nothing soon."""
 
+_LOOKS_PER_STEP = 256
+"""States and waiting requests whose next use is looked up per step, on average; with fewer of them, in each step."""
+
 _MOST_NEIGHBOURS = 64
 """Sequences at one node that are looked at for a page to copy from."""
 
@@ -68,7 +71,8 @@ class Paging:
         self._parked: dict[int, Sequence] = {}  # had pages
         self._standing: dict[RadixNode, dict[int, Sequence]] = {}  # by node; kept for page sizes above 1 only
         self._givers: deque[Sequence] = deque()  # resting ones, farthest use first
-        self._looked_at = -1
+        self._looked_at = self._ranked_at = -1
+        self._num_looked_at = 0
         self._copies: list[PageCopy] = []
         self._known_slots: dict[int, int] = {}  # page that the plan writes -> leading slots that were written before
 
@@ -321,22 +325,32 @@ class Paging:
     # --- the future ---
 
     def _look_ahead(self) -> None:
-        """Bring up to date what is known of next uses: once per step, and only when pages are missing."""
-        if self._looked_at == self.step:
+        """Bring up to date what is known of next uses: only when pages are missing; of many states not in each step."""
+        age = self.step - self._looked_at
+        if age == 0 or age * _LOOKS_PER_STEP < self._num_looked_at:
             return
         self._looked_at = self.step
-        for states in (self._resting, self._parked):
-            for sequence in states.values():
-                sequence.next_use = self._next_use(sequence)
+        self._foresee(self._parked.values())
         queue = list(self._outlook())
         for step, sequence in queue:
             sequence.next_use = step
-        # Stable: of equals, the one that rests longest comes first.
-        self._givers = deque(sorted(self._resting.values(), key=lambda sequence: sequence.next_use, reverse=True))
+        self._rank_givers({sequence.id for _, sequence in queue})
+        self._num_looked_at = len(queue) + len(self._parked) + len(self._resting)
         if self.tree.policy.looks_ahead:
             soon = sorted(self._parked.values(), key=lambda sequence: sequence.next_use)[:_HORIZON]
             soon += [sequence for _, sequence in queue[:_HORIZON] if not sequence.pages]
             self.tree.expect([(s.next_use, self._locate(s)) for s in soon if s.next_use < math.inf])
+
+    def _foresee(self, sequences: Iterable[Sequence]) -> None:
+        for sequence in sequences:
+            sequence.next_use = self._next_use(sequence)
+
+    def _rank_givers(self, queued: Set[int] = frozenset()) -> None:
+        """Sort the resting sequences; when `queued` ones are needed is known already."""
+        self._ranked_at = self.step
+        self._foresee(sequence for sequence in self._resting.values() if sequence.id not in queued)
+        # Stable: of equals, the one that rests longest comes first.
+        self._givers = deque(sorted(self._resting.values(), key=lambda sequence: sequence.next_use, reverse=True))
 
     def _next_use(self, sequence: Sequence) -> float:
         """When the sequence's program needs it. Where no graph says so, it takes as long again as it has taken."""
@@ -345,6 +359,8 @@ class Paging:
 
     def _giver(self) -> Sequence | None:
         """The resting sequence that is needed last."""
+        if not self._givers and self._resting and self._ranked_at != self.step:
+            self._rank_givers()  # those that came to rest since
         while self._givers:
             if self._givers[0].id in self._resting:
                 return self._givers[0]

@@ -96,6 +96,7 @@ class ProgramRun:
         self._namespace = CacheKey(salt=options.cache_salt, program=id if services.config.disable_radix_cache else None)
         self._values: dict[tuple[int, str], str] = {}
         self._lineage: dict[int, int] = {}  # branch -> parent
+        self._known = {MAIN_BRANCH}  # branches that live after everything submitted
         self._work: dict[int, Drawing | OptionScoring] = {}  # by sequence
         self._await_value: dict[str, set[int]] = {}  # value's name -> branches whose text names it
         self._await_branch: dict[int, set[int]] = {}  # child -> branches whose join found it unfinished
@@ -121,7 +122,7 @@ class ProgramRun:
         """Queue a fragment and go as far as it goes. Never raises: what is wrong ends the program."""
         try:
             self._check_handles(graph)
-            validate(graph, self._known())
+            validate(graph, self._known)
             check_generations(graph, self._services.tokenizer.vocab_size, self._services.processors)
             self._take(graph, finish=finish)
         except Exception as error:  # noqa: BLE001 - a bug in one program must not end the others
@@ -131,8 +132,11 @@ class ProgramRun:
         self._idle_since = None
         for node in graph.nodes:
             if isinstance(node, Fork):
+                self._known.update(node.children)
                 for child in node.children:
                     self._lineage[child] = node.branch
+            elif isinstance(node, Release):
+                self._known.discard(node.branch)
             elif isinstance(node, Join):
                 self._joining.update(node.children)
         self._path_lengths.update(path_lengths(graph))
@@ -563,14 +567,6 @@ class ProgramRun:
     def _seed(self, node: int) -> int:
         data = f"{self._services.config.random_seed}:{self.id}:{node}".encode()
         return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little") >> 1
-
-    def _known(self) -> set[int]:
-        """Branches that exist, or will once a fork that is already queued is executed."""
-        queued = [node for branch in self._branches.values() for node in branch.queue]
-        queued += [node for nodes in self._unborn.values() for node in nodes]
-        released = {node.branch for node in queued if isinstance(node, Release)}
-        born = {child for node in queued if isinstance(node, Fork) for child in node.children}
-        return (set(self._branches) | born) - released
 
     def _check_handles(self, graph: Graph) -> None:
         for handle in graph.handles:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import pairwise
 
 import pytest
+from support.scripted import Rig
 
+from sgl.lang.graph import DoneEvent, Gen, Graph, LiteralText, ProgramOptions, Sampling, Text
+from sgl.runtime import paging
 from sgl.runtime import waiting as waiting_module
 from sgl.runtime.alarms import Alarms
 from sgl.runtime.cache_key import CacheKey
@@ -53,3 +57,26 @@ def test_alarms_of_what_ended_are_forgotten() -> None:
     assert alarms.next() == 1e6
     assert alarms.due(1e6 + 250) == [0, 100, 200]
     assert alarms.due(1e6 + 250) == []
+
+
+def test_a_full_pool_looks_into_the_future_of_many_states_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(paging, "_LOOKS_PER_STEP", 8)
+    rig = Rig(num_pages=64, max_running_requests=4)
+    outlook, looks = rig.core.scheduler.paging._outlook, []
+
+    def counted() -> list[tuple[float, Sequence]]:
+        found = list(outlook())
+        looks.append((rig.core.scheduler.step, len(found)))
+        return found
+
+    rig.core.scheduler.paging._outlook = counted
+    for program in range(60):
+        rig.core.open(program, ProgramOptions())
+        gen = Gen(id=1, name="x", sampling=Sampling(max_new_tokens=4, temperature=0.0, ignore_eos=True))
+        graph = Graph(nodes=(Text(id=0, segments=(LiteralText(f"{program:02} and a prompt"),)), gen))
+        rig.core.submit(program, graph, finish=True)
+    rig.run()
+    assert all(rig.of(program, DoneEvent) for program in range(60))
+    assert len(looks) > 3
+    for (before, num), (after, _) in pairwise(looks):
+        assert (after - before) * 8 >= num, "an expensive look comes after as many steps as it costs"
