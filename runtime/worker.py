@@ -341,7 +341,7 @@ def build_core(
         log.info("memory plan of %s: %s", source.name, resolved.memory.summary())
     if resolved.kernels == "native":
         load_native_kernels(progress)
-    elif facts.native_obstacle and resolved.device == "cpu":
+    elif facts.native_obstacle and resolved.device == "cpu" and config.kernels == "auto" and config.dtype != "float32":
         log.warning("the model runs on torch, which is slower: %s", facts.native_obstacle)
     model = checkpoint.build_model(
         resolved.dtype,
