@@ -10,6 +10,9 @@ Pydantic models (their own schema); `date`, `time`, `datetime`, `UUID`; `NewType
 `annotated_types`, `msgspec.Meta` or Pydantic's `Field`; functions by their parameters. Classes with fields stand in
 `$defs`, so that they may refer to themselves. Objects are closed: no property that the class does not name.
 
+Pydantic converts, and checks the constraints again. msgspec converts what holds a Struct, and before Python 3.12 a
+`typing.TypedDict` (take `typing_extensions.TypedDict` to mix it with Pydantic models).
+
 A set is an array whose repeated items count once. Where two members of a union have the same JSON form, the value
 that comes back is Pydantic's choice.
 
@@ -23,6 +26,7 @@ import dataclasses
 import datetime
 import enum
 import inspect
+import sys
 import types
 import typing
 import uuid
@@ -177,7 +181,7 @@ class _Writer:
             return self.map(args, path)
         if isinstance(tp, type) and issubclass(tp, enum.Enum):
             return {"enum": [self.value(member, path) for member in tp]}
-        if isinstance(tp, type) or typing.is_typeddict(tp):
+        if isinstance(tp, type) or _is_typeddict(tp):
             return self.named(tp, path)
         raise _unsupported(tp, path, "use a class, or a type that JSON has")
 
@@ -294,11 +298,11 @@ def _flat(metadata: typing.Iterable[Any]) -> typing.Iterator[Any]:
 
 def _fields(tp: Any) -> dict[str, tuple[Any, bool]] | None:
     """Name in JSON -> (type, whether it must be there), in order; `None` for a class without fields."""
-    if not (typing.is_typeddict(tp) or dataclasses.is_dataclass(tp) or isinstance(tp, type(msgspec.Struct))):
+    if not (_is_typeddict(tp) or dataclasses.is_dataclass(tp) or isinstance(tp, type(msgspec.Struct))):
         return None
     hints = get_type_hints(tp, include_extras=True)
-    if typing.is_typeddict(tp):
-        return {name: (hint, name in tp.__required_keys__) for name, hint in hints.items()}
+    if _is_typeddict(tp):
+        return {name: (hint, _is_required(hint, name in tp.__required_keys__)) for name, hint in hints.items()}
     if dataclasses.is_dataclass(tp):
         none = dataclasses.MISSING
         return {
@@ -314,6 +318,17 @@ def _fields(tp: Any) -> dict[str, tuple[Any, bool]] | None:
     return {**tag, **own}
 
 
+def _is_typeddict(tp: Any) -> bool:
+    """Also of `typing_extensions`, whose TypedDict is another class before Python 3.12."""
+    return isinstance(tp, type) and issubclass(tp, dict) and hasattr(tp, "__required_keys__")
+
+
+def _is_required(hint: Any, otherwise: bool) -> bool:
+    """What the annotation says; the class itself cannot read one that is postponed text."""
+    origin = get_origin(hint)
+    return origin is typing.Required or (origin is not typing.NotRequired and otherwise)
+
+
 def _arguments(function: Callable[..., Any]) -> Any:
     """The arguments of a function as a TypedDict."""
     hints = get_type_hints(function, include_extras=True)
@@ -326,7 +341,9 @@ def _arguments(function: Callable[..., Any]) -> Any:
             raise _unsupported("a parameter without a type", path, "annotate it")
         hint = hints[parameter.name]
         fields[parameter.name] = hint if parameter.default is parameter.empty else typing.NotRequired[hint]
-    return typing.TypedDict(function.__name__, fields)  # type: ignore[operator]
+    from typing_extensions import TypedDict
+
+    return TypedDict(function.__name__, fields)  # type: ignore[operator]
 
 
 def _refers(value: Any, reference: str) -> bool:
@@ -374,11 +391,13 @@ def _is_msgspec(tp: Any) -> bool:
         at = todo.pop()
         if isinstance(at, (type(msgspec.Struct), msgspec.Meta)):
             return True
+        if sys.version_info < (3, 12) and typing.is_typeddict(at):
+            return True  # Pydantic refuses these; those of typing_extensions it takes
         if not isinstance(at, typing.Hashable) or at in seen:
             continue
         seen.add(at)
         todo += get_args(at)
-        if isinstance(at, type) or typing.is_typeddict(at):
+        if isinstance(at, type) or _is_typeddict(at):
             todo += [hint for hint, _ in (_fields(at) or {}).values()]
     return False
 
