@@ -14,7 +14,7 @@ from __future__ import annotations
 import heapq
 import json
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sgl.errors import ConfigError
-from sgl.grammars.matcher import allocate_bitmask, bitmask_to_bool
+from sgl.grammars.matcher import Bitmask, bitmask_to_bool
 from sgl.lang.graph import DeltaEvent, DoneEvent, Event, FailedEvent, Graph, HandlesEvent, ProgramOptions, ValueEvent
 from sgl.limits import DEFAULT_LIMITS, Limits
 from sgl.runtime.config import ResolvedConfig
@@ -101,26 +101,25 @@ class SimulatedModel:
     def sample(self, plan: StepPlan, logits: None) -> StepResult:
         """A letter for each row that draws, and a made-up log-probability for each token to score."""
         rows = []
+        masks = iter(plan.masks.wait().words if plan.masks is not None else ())
         for chunk in plan.chunks:
             scores = tuple(
                 tuple(-0.1 - (token * 2654435761 % 1009) / 500 for token in score.token_ids) for score in chunk.scores
             )
-            token = self._draw(chunk.sample) if chunk.sample is not None else None
+            token = self._draw(chunk.sample, masks) if chunk.sample is not None else None
             rows.append(RowResult(sequence=chunk.sequence, token_id=token, logprob=-1.0, scores=scores))
         return StepResult(rows=tuple(rows))
 
-    def _draw(self, spec: SampleSpec) -> int:
+    def _draw(self, spec: SampleSpec, masks: Iterator[Bitmask]) -> int:
         ends = self._output_len is not None and spec.position >= self._output_len(spec)
         if spec.matcher is not None:
-            return self._allowed(spec, spec.matcher, ends=ends)
+            return self._allowed(spec, next(masks), ends=ends)
         if ends and self._eos is not None and self._eos not in spec.blocked_ids:
             return self._eos
         return self._letters[(spec.seed * 31 + spec.position * 7919) % len(self._letters)]
 
-    def _allowed(self, spec: SampleSpec, matcher: Any, *, ends: bool) -> int:
-        bitmask = allocate_bitmask(1, self._vocab_size)
-        matcher.fill(bitmask, 0)
-        allowed: npt.NDArray[np.intp] = np.flatnonzero(bitmask_to_bool(bitmask, self._vocab_size)[0])
+    def _allowed(self, spec: SampleSpec, mask: Bitmask, *, ends: bool) -> int:
+        allowed: npt.NDArray[np.intp] = np.flatnonzero(bitmask_to_bool(mask[None], self._vocab_size)[0])
         if ends and self._eos is not None and self._eos in allowed:
             return self._eos
         others = allowed[allowed != self._eos] if self._eos is not None else allowed
