@@ -37,7 +37,8 @@ def check_number(name: str, value: Any, *, low: float, high: float | None = None
 
 def check_integer(name: str, value: Any, *, low: int, high: int = 2**63 - 1) -> None:
     """Raise `InvalidParameter` unless `value` is an integer in the range. True and False are none."""
-    span = f"an integer >= {low}" + (f" and <= {high}" if high < 2**63 - 1 else "")
+    most = f" and <= {high}" if high < 2**63 - 1 else " and < 2^63" if isinstance(value, int) and value > high else ""
+    span = f"an integer >= {low}{most}"
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
         raise InvalidParameter(f"{name} is {_shown(value)}; expected {span}", param=name)
 

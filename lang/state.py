@@ -304,6 +304,11 @@ class ProgramState:
     def probabilities(self, name: str) -> dict[str, float]:
         """Of a select: each option with its probability (0 for what `all_scores=False` did not compute). Waits."""
         meta = self.get_meta_info(name)
+        if isinstance(meta, list):
+            raise InvalidProgram(
+                f"{name!r} has several values, from a join or from n",
+                hint=f"ask the branch that selected: branch.probabilities({name!r})",
+            )
         if not isinstance(meta, dict) or "probabilities" not in meta:
             raise InvalidProgram(f"{name!r} is not a select", hint="only selects have probabilities of options")
         found: dict[str, float] = meta["probabilities"]

@@ -8,8 +8,9 @@ a `RuntimeOverride` (see `runtime.overrides`), never a hidden write.
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal, cast, get_args, get_type_hints
 
 import msgspec
 from msgspec import Meta
@@ -92,6 +93,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         Literal["program", "fcfs", "lpm", "dfs-weight", "lof", "random"],
         Meta(description="Order of waiting requests; `program` finishes started programs first."),
     ] = "program"
+    grammar_backend: Annotated[
+        Literal["auto", "llguidance", "xgrammar"],
+        Meta(description="What compiles constraints; `auto` is llguidance, `xgrammar` is an extra."),
+    ] = "auto"
     schedule_conservativeness: Annotated[
         float, Meta(gt=0, description="Above 1 reserves more room for running requests, and retracts less.")
     ] = 1.0
@@ -187,7 +192,17 @@ def config_from_mapping(given: Mapping[str, Any]) -> EngineConfig:
     try:
         return msgspec.convert(dict(given), EngineConfig)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"engine options: {error}") from None
+        reason, _, path = str(error).partition(" - at `$.")
+        field = re.split(r"\W", path)[0]
+        raise wrong_value(field, given[field], reason) from None
+
+
+def wrong_value(field: str, value: Any, reason: object) -> ConfigError:
+    """The error for a value that `field` cannot have; names what it can be where that is a list."""
+    choices = get_args(get_type_hints(EngineConfig).get(field))
+    listed = ", ".join(map(str, choices)) if all(isinstance(choice, str) for choice in choices) else ""
+    hint = f"give {field} one of {listed}" if listed else f"give {field} such a value"
+    return ConfigError(f"{field} is {value!r}: {reason}", hint=hint, param=field)
 
 
 class RuntimeOverride(msgspec.Struct, frozen=True, kw_only=True):
@@ -273,6 +288,7 @@ class ResolvedConfig(msgspec.Struct, frozen=True, kw_only=True):
     kv_bytes_per_token: int
     schedule_policy: Literal["program", "fcfs", "lpm", "dfs-weight", "lof", "random"] = "program"
     schedule_conservativeness: float = 1.0
+    grammar_backend: str = "auto"
     retraction_policy: Literal["latest", "length", "priority"] = "latest"
     preemption_threshold: int | None = 10
     state_lease: float | None = None
@@ -352,6 +368,7 @@ def resolve(config: EngineConfig, facts: Facts) -> ResolvedConfig:
         disable_forced_tokens=config.disable_forced_tokens,
         num_mask_threads=decided.num_mask_threads,
         schedule_conservativeness=config.schedule_conservativeness,
+        grammar_backend=config.grammar_backend,
         retraction_policy=config.retraction_policy,
         state_lease=config.state_lease,
         preemption_threshold=None

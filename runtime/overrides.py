@@ -15,7 +15,7 @@ import msgspec
 
 from sgl.errors import ConfigError
 from sgl.limits import Limits
-from sgl.runtime.config import EngineConfig, ResolvedConfig, RuntimeOverride
+from sgl.runtime.config import EngineConfig, ResolvedConfig, RuntimeOverride, wrong_value
 from sgl.runtime.memory_plan import Sizes, largest, plan_memory, size_text
 
 _STEP_FIELDS = ("max_running_requests", "chunked_prefill_size")
@@ -93,7 +93,7 @@ def _checked(field: str, value: Any) -> Any:
             raise msgspec.ValidationError("expected a value, got None")
         return msgspec.convert(value, hints[field])
     except msgspec.ValidationError as error:
-        raise ConfigError(f"{field} is {value!r}: {error}", hint=f"give {field} such a value", param=field) from None
+        raise wrong_value(field, value, error) from None
 
 
 def _check_memory(config: ResolvedConfig, field: str) -> None:

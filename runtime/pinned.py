@@ -5,7 +5,7 @@ Owns the handle that `Engine.pin` returns. The pin itself lives in the worker (`
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 
 from sgl.errors import EngineDead, InvalidParameter
@@ -45,7 +45,7 @@ def pin(client: WorkerClient, prefix: str | Sequence[int], ttl_s: float | None, 
     if not isinstance(cache_salt, str):
         raise InvalidParameter(f"cache_salt is {cache_salt!r}; expected a string", param="cache_salt")
     if not isinstance(prefix, str):
-        prefix = tuple(plain(id) for id in prefix)
+        prefix = tuple(plain(id) for id in prefix) if isinstance(prefix, Iterable) else (None,)
         if any(type(id) is not int for id in prefix):
             raise InvalidParameter("prefix must be a string or a sequence of token ids", param="prefix")
     numbers: list[int] = []

@@ -35,6 +35,8 @@ def test_wrong_pins_are_refused_before_they_are_sent(dummy_engine: Engine) -> No
             dummy_engine.pin("x", **arguments)
     with pytest.raises(InvalidParameter):
         dummy_engine.pin([1.5])
+    with pytest.raises(InvalidParameter, match="a string or a sequence"):
+        dummy_engine.pin(5)
     with pytest.raises(InvalidParameter):
         dummy_engine.pin([10**6])
 

@@ -91,7 +91,9 @@ def test_impossible_wishes_name_what_to_change(wish: dict[str, Any], facts: Fact
         ({"page_size": 0}, "page_size"),
         ({"page_size": "four"}, "page_size"),
         ({"dtype": "float8"}, "dtype"),
-        ({"mem_fraction_static": 1.5}, "mem_fraction_static"),
+        ({"mem_fraction_static": 1.5}, "mem_fraction_static is 1.5: .* such a value"),
+        ({"logit_processors": ["a:b", 5]}, "logit_processors is .*'a:b', 5"),
+        ({"log_level": "loud"}, "log_level is 'loud': .*one of debug, info, warning, error"),
     ],
 )
 def test_options_are_checked_by_name_type_and_range(given: dict[str, Any], message: str) -> None:

@@ -119,3 +119,20 @@ def test_a_stream_that_is_let_go_is_cancelled() -> None:
             waited.wait(0.02)
         assert engine.stats()["num_programs"] == 0
         assert engine.stats()["decode_tokens"] < 1400
+
+
+def test_probabilities_of_joined_selects_are_at_the_branches() -> None:
+    found: list[dict[str, float]] = []
+
+    @sgl.function
+    def votes(s: sgl.ProgramState) -> None:
+        branches = s.fork(2)
+        for branch in branches:
+            branch += sgl.select("vote", ["yes", "no"])
+        branches.join()
+        found.extend(branch.probabilities("vote") for branch in branches)
+
+    state = votes.run(backend=sgl.MockBackend(choices={"vote": "no"}))
+    assert [max(votes, key=votes.__getitem__) for votes in found] == state["vote"] == ["no", "no"]
+    with pytest.raises(InvalidProgram, match=r"from a join or from n.*ask the branch"):
+        state.probabilities("vote")

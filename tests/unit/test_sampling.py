@@ -440,3 +440,10 @@ def test_the_table_of_parameters_is_that_of_the_fields(root: Path) -> None:
         value = getattr(defaults, name.strip("`"))
         written = "drawn" if name == "`seed`" else "none" if value in ((), None) else str(value)
         assert default.removeprefix("model's, else ") == written, name
+
+
+def test_an_integer_too_large_is_told_its_bound() -> None:
+    with pytest.raises(InvalidParameter, match=r"seed is 9223372036854775808; .* < 2\^63"):
+        sgl.gen("x", seed=2**63)
+    with pytest.raises(InvalidParameter, match=r"seed is -1; expected an integer >= 0$"):
+        sgl.gen("x", seed=-1)
