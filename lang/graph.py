@@ -238,6 +238,10 @@ class ProgramOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     want_text: bool = True
     cache_salt: str = ""
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.cache_salt, str):
+            raise InvalidParameter(f"cache_salt is {self.cache_salt!r}; expected a string", param="cache_salt")
+
 
 def encode(graph: Graph) -> bytes:
     """msgpack of a graph."""
