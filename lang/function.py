@@ -187,6 +187,7 @@ class SglFunction:
         stream: bool = False,
         backend: Backend | None = None,
         use_thread: bool = True,
+        cache_salt: str = "",
         **kwargs: Any,
     ) -> ProgramState:
         """Run the program and wait for its end; its state, with all values.
@@ -194,6 +195,7 @@ class SglFunction:
         Args:
             max_new_tokens, stop, temperature, ...: for generations that do not say it themselves. `None` is what the
                 model recommends, or else the constant of `sgl.lang.sampling.Sampling`.
+            cache_salt: computed prefixes are shared with programs of the same salt only, for example one per tenant.
             stream: return at once; the body runs on a thread and `text_iter` gives text as it appears.
             backend: what executes it; the default backend otherwise.
             use_thread: with `stream`, False runs the body here before returning.
@@ -207,7 +209,8 @@ class SglFunction:
         sampling = _run_sampling(locals())
         _check_backend(backend)
         positional, named = self._arguments(args, kwargs)
-        state = self._start(sampling, stream, backend)
+        options = ProgramOptions(name=self.__name__, stream=bool(stream), cache_salt=cache_salt)
+        state = self._start(sampling, options, backend)
         if stream and use_thread:
             self._run_on_thread(state, positional, named)
             return state
@@ -220,8 +223,7 @@ class SglFunction:
         """`run(..., stream=True)`."""
         return self.run(*args, stream=True, **kwargs)
 
-    def _start(self, sampling: Mapping[str, Any], stream: bool, backend: Backend | None) -> ProgramState:
-        options = ProgramOptions(name=self.__name__, stream=bool(stream))
+    def _start(self, sampling: Mapping[str, Any], options: ProgramOptions, backend: Backend | None) -> ProgramState:
         backend = backend if backend is not None else default_backend()
         resolved = msgspec.structs.replace(sampling_defaults(backend), **sampling)
         return ProgramState(Program(backend, options, resolved))
@@ -289,11 +291,13 @@ class SglFunction:
         on_result: Callable[[int, Any], None] | None = None,
         stop_on_error: bool = True,
         on_error: Literal["raise", "return"] = "raise",
+        cache_salt: str = "",
     ) -> Any:
         """Run the program for every row; the states in the order of the rows.
 
         Args:
             batch_kwargs: per row a dict of arguments, or a list or tuple of them by position. Rows are not changed.
+            max_new_tokens, ..., cache_salt: as `run` takes them.
             num_threads: bodies that run at the same time; `auto` is max(96, 16 per core), at most one per row.
             generator_style: an iterator that gives the states as they are ready, in order.
             on_result: called here with (index, state or error) as rows end.
@@ -316,12 +320,13 @@ class SglFunction:
             isinstance(num_threads, bool) or not isinstance(num_threads, int) or num_threads < 1
         ):
             raise InvalidParameter(f"num_threads is {num_threads!r}; expected 'auto' or >= 1", param="num_threads")
+        options = ProgramOptions(name=self.__name__, cache_salt=cache_salt)
         rows = [self._row(index, row) for index, row in enumerate(batch_kwargs)]
         if not rows:
             return iter(()) if generator_style else []
         chosen = backend if backend is not None else default_backend()
         limit = max(96, 16 * (os.cpu_count() or 1)) if num_threads == "auto" else num_threads
-        batch = _Batch(self, rows, sampling, chosen, min(limit, len(rows)), on_result, stop_on_error, on_error)
+        batch = _Batch(self, rows, sampling, options, chosen, min(limit, len(rows)), on_result, stop_on_error, on_error)
         if generator_style:
             return batch.in_order(progress_bar)
         return batch.all(progress_bar)
@@ -347,6 +352,7 @@ class _Batch:
         function: SglFunction,
         rows: list[tuple[tuple[Any, ...], dict[str, Any]]],
         sampling: Mapping[str, Any],
+        options: ProgramOptions,
         backend: Backend,
         num_threads: int,
         on_result: Callable[[int, Any], None] | None,
@@ -356,6 +362,7 @@ class _Batch:
         self._function = function
         self._rows = rows
         self._sampling = sampling
+        self._options = options
         self._backend = backend
         self._num_threads = num_threads
         self._on_result = on_result
@@ -367,7 +374,7 @@ class _Batch:
 
     def _run_row(self, index: int) -> ProgramState:
         args, kwargs = self._rows[index]
-        state = self._function._start(self._sampling, False, self._backend)
+        state = self._function._start(self._sampling, self._options, self._backend)
         with self._lock:
             if self._stopped:
                 raise Cancelled(f"row {index} was not run: another row failed")

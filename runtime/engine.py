@@ -7,6 +7,7 @@ shapes of SGLang's offline engine. Everything that computes is in the worker; th
 from __future__ import annotations
 
 import asyncio
+import logging
 import shutil
 import sys
 import threading
@@ -17,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from sgl.environment import with_environment
+from sgl.environment import unknown_variables, with_environment
 from sgl.errors import EngineDead, SglError, Unsupported
 from sgl.lang.graph import Graph, ProgramOptions, StateText, sampling_from_mapping
 from sgl.runtime import offline
@@ -26,6 +27,8 @@ from sgl.runtime.config import EngineConfig, RuntimeOverride, config_from_mappin
 from sgl.runtime.loading.sources import check_model
 from sgl.runtime.messages import Cancel, FlushCache, GetStats, Override, ReadState, Submit
 from sgl.runtime.pinned import PinnedPrefix, pin
+
+log = logging.getLogger("sgl.engine")
 
 
 class Engine:
@@ -51,6 +54,10 @@ class Engine:
         if model_path is not None:
             given["model_path"] = model_path
         self.config: EngineConfig = config_from_mapping(with_environment(given, EngineConfig))
+        for name, near in unknown_variables(EngineConfig):
+            log.warning(
+                "%s is no variable of sgl and changes nothing%s", name, f"; did you mean {near}?" if near else ""
+            )
         check_model(self.config.model_path, load_format=self.config.load_format, revision=self.config.revision)
         progress = _progress_display()
         self._client = WorkerClient(msgspec.to_builtins(self.config), progress)
@@ -186,6 +193,7 @@ class Engine:
         logprob_start_len: int | None = None,
         top_logprobs_num: int | None = None,
         token_ids_logprob: Sequence[int] | None = None,
+        cache_salt: str = "",
         stream: bool = False,
     ) -> Any:
         """Continue one prompt or a list of them.
@@ -196,6 +204,7 @@ class Engine:
                 one mapping, or one per prompt. What is not given is what the model recommends (`sampling_defaults`), or
                 else a constant.
             return_logprob, ...: for all prompts, as the fields of `Sampling`; what `sampling_params` says wins.
+            cache_salt: computed prefixes are shared with what has the same salt only, for example one per tenant.
             stream: yield outputs as they grow (`text` is cumulative) instead of returning them; with several outputs
                 each has its `index` in the list that would be returned.
 
@@ -213,7 +222,7 @@ class Engine:
             "top_logprobs_num": top_logprobs_num,
             "token_ids_logprob": token_ids_logprob,
         }
-        runs, single = self._runs(prompt, input_ids, sampling_params, asked, stream)
+        runs, single = self._runs(prompt, input_ids, sampling_params, asked, stream, cache_salt)
         if stream:
             return offline.stream(self, runs, single)
         try:
@@ -234,6 +243,7 @@ class Engine:
         logprob_start_len: int | None = None,
         top_logprobs_num: int | None = None,
         token_ids_logprob: Sequence[int] | None = None,
+        cache_salt: str = "",
         stream: bool = False,
     ) -> Any:
         """`generate` for asyncio; an async iterator when streaming. Cancelling the task cancels the generation."""
@@ -243,7 +253,7 @@ class Engine:
             "top_logprobs_num": top_logprobs_num,
             "token_ids_logprob": token_ids_logprob,
         }
-        runs, single = self._runs(prompt, input_ids, sampling_params, asked, stream)
+        runs, single = self._runs(prompt, input_ids, sampling_params, asked, stream, cache_salt)
         if stream:
             return offline.async_stream(self, runs, single)
         try:
@@ -261,10 +271,11 @@ class Engine:
         sampling_params: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None,
         asked: Mapping[str, Any],
         stream: bool,
+        cache_salt: str,
     ) -> tuple[list[offline.Run], bool]:
         base = sampling_from_mapping(self.sampling_defaults())
         calls, single = offline.make_calls(prompt, input_ids, sampling_params, asked, base)
-        return offline.make_runs(calls, stream), single
+        return offline.make_runs(calls, stream=stream, cache_salt=cache_salt), single
 
 
 class EngineSession:

@@ -224,12 +224,12 @@ class Run:
         result: the complete outputs, or the error.
     """
 
-    def __init__(self, call: Call, index: int, stream: bool) -> None:
+    def __init__(self, call: Call, index: int, options: ProgramOptions) -> None:
         self.call = call
         self.samples = [Sample(index + i) for i in range(call.sampling.n)]
         self.result: Future[list[Output]] = Future()
         self.session: Session | None = None
-        self._stream = stream
+        self._options = options
         self._started = 0.0
         self._by_node: dict[int, Sample] = {}
         self._notify: Notify | None = None
@@ -239,11 +239,10 @@ class Run:
         self._notify = notify
         self._started = time.monotonic()
         self.result.set_running_or_notify_cancel()  # a cancelled task cancels the program, not this future
-        options = ProgramOptions(name="generate", stream=self._stream, want_text=False)
         graph = self.call.graph()
         nodes = [node.id for node in graph.nodes if isinstance(node, Gen)]
         self._by_node = dict(zip(nodes, self.samples, strict=True))
-        self.session = engine.open(self._on_event, options)
+        self.session = engine.open(self._on_event, self._options)
         self.session.submit(graph, finish=True)
 
     def cancel(self) -> None:
@@ -280,12 +279,13 @@ class Run:
                 self._notify(self, sample)
 
 
-def make_runs(calls: Sequence[Call], stream: bool) -> list[Run]:
+def make_runs(calls: Sequence[Call], *, stream: bool, cache_salt: str) -> list[Run]:
     """A run per call; samples are numbered through all of them."""
+    options = ProgramOptions(name="generate", stream=stream, want_text=False, cache_salt=cache_salt)
     runs: list[Run] = []
     index = 0
     for call in calls:
-        runs.append(Run(call, index, stream))
+        runs.append(Run(call, index, options))
         index += call.sampling.n
     return runs
 

@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+import sgl
 from sgl.errors import EngineBusy, InvalidParameter, PinBudgetExceeded
 from sgl.runtime.engine import Engine
 
@@ -53,3 +54,33 @@ def test_a_busy_engine_refuses_to_flush_or_waits(dummy_engine: Engine) -> None:
             pass
         assert flushed.result()
     assert dummy_engine.stats()["pages_cached"] == 0
+
+
+@sgl.function
+def read(s, text: str) -> None:  # type: ignore[no-untyped-def]
+    s += text + sgl.gen("x", max_tokens=1)
+
+
+def test_nothing_is_shared_across_salts(dummy_engine: Engine) -> None:
+    prompt = "what a tenant says in confidence " * 3
+    reused = len(prompt) - 1  # the last token is computed for its logits
+
+    def generated(salt: str) -> int:
+        found = dummy_engine.generate(prompt, {"max_new_tokens": 1}, cache_salt=salt)["meta_info"]["cached_tokens"]
+        return int(found)
+
+    def run(salt: str) -> int:
+        meta = read.run(prompt, backend=dummy_engine, cache_salt=salt).get_meta_info("x")
+        return int(meta["cached_tokens"])
+
+    def batch(salt: str) -> int:
+        (state,) = read.run_batch([{"text": prompt}], backend=dummy_engine, cache_salt=salt)
+        return int(state.get_meta_info("x")["cached_tokens"])
+
+    for ask, salt in ((generated, "a"), (run, "b"), (batch, "c")):
+        assert ask(salt) == 0
+        assert [again(salt) for again in (generated, run, batch)] == [reused] * 3
+    assert [generated(""), generated("d"), run("ab")] == [0, 0, 0]
+    for wrong in (generated, run, batch):
+        with pytest.raises(InvalidParameter, match="cache_salt is 3"):
+            wrong(3)  # type: ignore[arg-type]

@@ -120,6 +120,15 @@ def test_unknown_variables_are_named_with_the_nearest(monkeypatch: pytest.Monkey
     assert found["SGL_QQQQQQ"] is None
 
 
+def test_an_engine_warns_of_unknown_variables(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("SGL_PAGE_SISE", "16")
+    with pytest.raises(ModelNotFound):
+        engine.Engine("no-such-model")
+    assert "SGL_PAGE_SISE is no variable of sgl and changes nothing; did you mean SGL_PAGE_SIZE?" in caplog.text
+
+
 def test_an_engine_and_a_command_take_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SGL_MODEL_PATH", "no-such-model")
     with monkeypatch.context() as patch:

@@ -153,7 +153,7 @@ def test_compatible_argument_orders():
         assert positional(typed) == [name for name in GEN if name not in left_out]
     assert positional(sgl.select) == ["name", "choices", "temperature", "choices_method"]
     keywords = [p.name for p in inspect.signature(sgl.SglFunction.run).parameters.values() if p.kind is p.KEYWORD_ONLY]
-    assert keywords == RUN
+    assert keywords == [*RUN, "cache_salt"]
     batch = [
         p.name for p in inspect.signature(sgl.SglFunction.run_batch).parameters.values() if p.kind is p.KEYWORD_ONLY
     ]
