@@ -102,7 +102,11 @@ class EngineCore:
         )
         self.cache = CacheControl(self.scheduler, tokenizer, clock)
         self.compiler = GrammarCompiler(
-            tokenizer.to_json(), tokenizer.vocab_size, sorted(tokenizer.eos_ids), limits=limits
+            tokenizer.to_json(),
+            tokenizer.vocab_size,
+            sorted(tokenizer.eos_ids),
+            limits=limits,
+            backend=config.grammar_backend,
         )
         self.processors = processors
         self.now = clock
@@ -190,7 +194,8 @@ class EngineCore:
         self._failed_steps = 0
         self._moved_at = self.now()
         if self.tracer is not None:
-            self.tracer.step(plan, touched, self.snapshot())
+            self.scheduler.gauge(counted=False)
+            self.tracer.step(plan, touched, self.stats)
         for request in touched:
             run = self._watchers.get(request.sequence.id)
             if run is not None:

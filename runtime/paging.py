@@ -315,12 +315,20 @@ class Paging:
         self.let_go(giver, giver.next_use)
         return True
 
-    def gauge(self) -> None:
-        """Bring the gauges in `stats` up to date. Held pages are counted from the sequences, not derived."""
-        own = sum(len(s.pages) - s.num_shared // self.page_size for s in self._live.values() if s.pages)
-        self.stats.pages_free = self.pool.num_free
-        self.stats.pages_cached = self.tree.num_cached
-        self.stats.pages_held = self.tree.num_locked + own
+    def gauge(self, *, counted: bool = True) -> None:
+        """Bring the gauges in `stats` up to date.
+
+        Args:
+            counted: count held pages from the sequences, which is what the memory law is checked with. Else they are
+                what is neither free nor cached, without a look at each sequence.
+        """
+        stats = self.stats
+        stats.pages_free, stats.pages_cached = self.pool.num_free, self.tree.num_cached
+        if counted:
+            own = sum(len(s.pages) - s.num_shared // self.page_size for s in self._live.values() if s.pages)
+            stats.pages_held = self.tree.num_locked + own
+        else:
+            stats.pages_held = stats.pages_total - stats.pages_free - stats.pages_cached
 
     # --- the future ---
 

@@ -262,9 +262,9 @@ class Scheduler:
         """Drop every cached page that no live sequence stands on; how many there were."""
         return self.paging.flush()
 
-    def gauge(self) -> None:
-        """Bring the gauges in `stats` up to date."""
-        self.paging.gauge()
+    def gauge(self, *, counted: bool = True) -> None:
+        """Bring the gauges in `stats` up to date (see `Paging.gauge`)."""
+        self.paging.gauge(counted=counted)
         stats = self.stats
         stats.pages_pinned = self.paging.tree.num_pinned
         stats.num_running = len(self.running)

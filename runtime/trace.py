@@ -11,7 +11,9 @@ counters of pages and of running and waiting requests. Times are microseconds of
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,8 @@ from sgl.errors import ConfigError
 from sgl.runtime.plan import StepPlan
 from sgl.runtime.sequence import Request
 from sgl.runtime.stats import Stats
+
+log = logging.getLogger("sgl.trace")
 
 _ENGINE = 0
 _STEPS = 0
@@ -96,7 +100,11 @@ class Tracer:
             self._slice(*track, what, begin, sampled, arguments)
         self._count("pages", end, free=stats.pages_free, cached=stats.pages_cached, held=stats.pages_held)
         self._count("requests", end, running=stats.num_running, waiting=stats.num_waiting)
-        self._file.flush()
+        try:
+            if not self._file.closed:
+                self._file.flush()
+        except OSError as error:
+            self._give_up(error)
 
     def ended(self, request: Request) -> None:
         """A request is over, whatever its end."""
@@ -106,9 +114,13 @@ class Tracer:
 
     def close(self) -> None:
         """Finish the file."""
-        if not self._file.closed:
+        if self._file.closed:
+            return
+        try:
             self._file.write(b"]\n")
             self._file.close()
+        except OSError as error:
+            self._give_up(error)
 
     def _track(self, request: Request) -> tuple[int, int]:
         program = request.program
@@ -146,5 +158,16 @@ class Tracer:
         self._write({"ph": "C", "name": name, "pid": _ENGINE, "ts": round(1e6 * now, 1), "args": values})
 
     def _write(self, event: dict[str, Any]) -> None:
-        self._file.write((b"\n" if self._first else b",\n") + self._encoder.encode(event))
+        if self._file.closed:
+            return
+        try:
+            self._file.write((b"\n" if self._first else b",\n") + self._encoder.encode(event))
+        except OSError as error:
+            self._give_up(error)
         self._first = False
+
+    def _give_up(self, error: OSError) -> None:
+        """The disk is full, or gone: the engine goes on without a trace."""
+        log.warning("trace_file is switched off: %s", error)
+        with suppress(OSError):  # closing writes what is buffered
+            self._file.close()

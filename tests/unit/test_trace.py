@@ -11,7 +11,9 @@ import pytest
 
 import sgl
 from sgl.errors import ConfigError
+from sgl.runtime.plan import StepPlan
 from sgl.runtime.simulator import LatencyModel
+from sgl.runtime.stats import Stats
 from sgl.runtime.trace import Tracer
 
 
@@ -81,3 +83,15 @@ def test_sgl_trace_runs_a_program_and_writes_the_file(tmp_path: Path) -> None:
 def test_a_file_that_cannot_be_written_is_told_at_start(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="trace_file"):
         Tracer(tmp_path / "missing" / "trace.json", lambda: 0.0)
+
+
+def test_a_full_disk_ends_the_trace_and_nothing_else(caplog: pytest.LogCaptureFixture) -> None:
+    tracer = Tracer("/dev/full", lambda: 0.0)
+    plan = StepPlan(chunks=())
+    phase = tracer.timed(lambda plan: None)
+    for _ in range(3):
+        phase(plan)
+        phase(plan)
+        tracer.step(plan, [], Stats())
+    tracer.close()
+    assert [record.message.partition(":")[0] for record in caplog.records] == ["trace_file is switched off"]
