@@ -28,10 +28,12 @@ class JsonSchema(msgspec.Struct, frozen=True, tag="json_schema"):
 
     Args:
         whitespace: `compact` allows no space outside strings; `bounded` (default) at most one blank between tokens.
+        max_number_len: characters of one number, unless the schema itself asks for a longer one.
     """
 
     schema: str
     whitespace: str = "bounded"
+    max_number_len: int = 32
 
 
 class Choices(msgspec.Struct, frozen=True, tag="choices"):
