@@ -59,6 +59,7 @@ class Vocabulary:
         utf8 = [byte for byte in range(0xF5) if byte not in (0xC0, 0xC1)]
         self.covers_bytes = all(bytes([byte]) in self.ids for byte in utf8)
         self.eos_row = row_of(self.eos_ids, vocab_size)
+        self.token_row = row_of(self.token_bytes, vocab_size)
 
 
 def row_of(token_ids: Iterable[int], vocab_size: int) -> Bitmask:

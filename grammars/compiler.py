@@ -13,20 +13,32 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, TypeAlias, assert_never
+from typing import Protocol, TypeAlias, assert_never
 
 from sgl.errors import ConstraintTooComplex, InvalidConstraint, InvalidParameter
 from sgl.grammars import ebnf, lark, structural_tag
+from sgl.grammars.choices import ChoicesGrammar, Vocabulary
 from sgl.grammars.keywords import check_schema
 from sgl.grammars.matcher import CompiledGrammar
+from sgl.grammars.numbers import BoundedNumbers
 from sgl.grammars.regex import translate
 from sgl.grammars.spec import Choices, Constraint, Ebnf, JsonSchema, Lark, Regex, StructuralTag
 from sgl.limits import DEFAULT_LIMITS, Limits
 
-if TYPE_CHECKING:
-    from sgl.grammars.llguidance_backend import Backend
 
-BackendFactory: TypeAlias = "Callable[[str, int, Sequence[int], Limits], Backend]"
+class Backend(Protocol):
+    """What compiles constraints for one tokenizer."""
+
+    vocabulary: Vocabulary
+
+    def compile(self, constraint: Constraint) -> CompiledGrammar:
+        """Compile a constraint that has passed its checks."""
+
+    def close(self) -> None:
+        """Give back processes, if it has any."""
+
+
+BackendFactory: TypeAlias = Callable[[str, int, Sequence[int], Limits], Backend]
 WHITESPACE = ("compact", "bounded")
 
 
@@ -36,7 +48,13 @@ def _llguidance(tokenizer_json: str, vocab_size: int, eos_ids: Sequence[int], li
     return Backend(tokenizer_json, vocab_size, eos_ids, limits)
 
 
-BACKENDS: dict[str, BackendFactory] = {"llguidance": _llguidance}
+def _xgrammar(tokenizer_json: str, vocab_size: int, eos_ids: Sequence[int], limits: Limits) -> Backend:
+    from sgl.grammars.xgrammar_backend import Backend
+
+    return Backend(_llguidance(tokenizer_json, vocab_size, eos_ids, limits).vocabulary, limits)
+
+
+BACKENDS: dict[str, BackendFactory] = {"llguidance": _llguidance, "xgrammar": _xgrammar}
 """Name -> what makes the backend for one tokenizer. A name here has a keyword table in `sgl.grammars.keywords`."""
 
 
@@ -55,8 +73,10 @@ def check(constraint: Constraint, backend: str = "llguidance", limits: Limits = 
         case Regex(pattern=pattern):
             _check_text(pattern, "regex")
             translate(pattern, limits=limits)
-        case JsonSchema(schema=schema, whitespace=whitespace):
+        case JsonSchema(schema=schema, whitespace=whitespace, max_number_len=max_number_len):
             _check_whitespace(whitespace)
+            if max_number_len < 1:
+                raise InvalidConstraint(f"max_number_len is {max_number_len}", hint="give at least 1")
             _check_text(schema, "JSON schema")
             check_schema(schema, backend, limits)
         case Choices(options=options):
@@ -79,6 +99,10 @@ def check(constraint: Constraint, backend: str = "llguidance", limits: Limits = 
             _check_text(grammar, "EBNF")
             ebnf.parse(grammar, limits)
         case Lark(grammar=grammar):
+            if backend != "llguidance":
+                raise InvalidConstraint(
+                    f"{backend} takes no Lark grammar", hint="use grammar_backend 'llguidance', or write EBNF"
+                )
             _check_text(grammar, "Lark grammar")
             lark.check(grammar, backend, limits)
         case StructuralTag(tag=tag, whitespace=whitespace):
@@ -112,7 +136,7 @@ class GrammarCompiler:
         eos_ids: ids that end a sequence, allowed where a constraint is complete.
         limits: bounds on size, depth, and on the time and memory of one compilation.
         cache_size: compiled grammars kept, the least recently used leave first.
-        backend: a key of `BACKENDS`.
+        backend: a key of `BACKENDS`, or `auto` (llguidance, which refuses least); `compile` may name another.
 
     Attributes:
         hits, misses: how often `compile` found its constraint in the cache, and how often it did not.
@@ -129,14 +153,9 @@ class GrammarCompiler:
         *,
         limits: Limits = DEFAULT_LIMITS,
         cache_size: int = 256,
-        backend: str = "llguidance",
+        backend: str = "auto",
     ) -> None:
-        if backend not in BACKENDS:
-            raise InvalidParameter(
-                f"grammar backend {backend!r} is unknown",
-                hint=f"use one of {', '.join(sorted(BACKENDS))}",
-                param="backend",
-            )
+        self._default = _backend_name(backend)
         if cache_size < 1:
             raise InvalidParameter(f"cache_size is {cache_size}; it must be at least 1", param="cache_size")
         self.hits = 0
@@ -146,44 +165,70 @@ class GrammarCompiler:
         self._eos_ids = tuple(sorted(set(eos_ids)))
         self._limits = limits
         self._cache_size = cache_size
-        self._backend_name = backend
-        self._backend: Backend | None = None
+        self._backends: dict[str, Backend] = {}
         self._backend_lock = threading.Lock()
-        self._cache: OrderedDict[Constraint, CompiledGrammar] = OrderedDict()
+        self._cache: OrderedDict[tuple[str, Constraint], CompiledGrammar] = OrderedDict()
         self._cache_lock = threading.Lock()
 
-    def compile(self, constraint: Constraint) -> CompiledGrammar:
+    def compile(self, constraint: Constraint, backend: str | None = None) -> CompiledGrammar:
         """The compiled grammar of a constraint, from the cache or anew.
+
+        Args:
+            backend: which one compiles it, if not the compiler's own.
 
         Raises:
             InvalidConstraint: or one of its kinds; what is wrong and what to change.
+            InvalidParameter: an unknown backend.
+            ConfigError: a backend that is not installed.
         """
+        name = self._default if backend is None else _backend_name(backend)
+        key = (name, constraint)
         with self._cache_lock:
-            known = self._cache.get(constraint)
+            known = self._cache.get(key)
             if known is not None:
-                self._cache.move_to_end(constraint)
+                self._cache.move_to_end(key)
                 self.hits += 1
                 return known
             self.misses += 1
-        check(constraint, self._backend_name, self._limits)
-        grammar = self._compile(constraint)
+        check(constraint, name, self._limits)
+        grammar = self._compile(constraint, name)
         with self._cache_lock:
-            grammar = self._cache.setdefault(constraint, grammar)
-            self._cache.move_to_end(constraint)
+            grammar = self._cache.setdefault(key, grammar)
+            self._cache.move_to_end(key)
             while len(self._cache) > self._cache_size:
                 self._cache.popitem(last=False)
         return grammar
 
+    def close(self) -> None:
+        """End what the backends have started; the cache stays."""
+        with self._backend_lock:
+            for backend in self._backends.values():
+                backend.close()
+
     def __len__(self) -> int:
         return len(self._cache)
 
-    def _compile(self, constraint: Constraint) -> CompiledGrammar:
+    def _compile(self, constraint: Constraint, name: str) -> CompiledGrammar:
         with self._backend_lock:
-            if self._backend is None:
-                factory = BACKENDS[self._backend_name]
-                self._backend = factory(self._tokenizer_json, self._vocab_size, self._eos_ids, self._limits)
+            if name not in self._backends:
+                self._backends[name] = BACKENDS[name](
+                    self._tokenizer_json, self._vocab_size, self._eos_ids, self._limits
+                )
+            backend = self._backends[name]
         if isinstance(constraint, Choices):
-            from sgl.grammars.choices import ChoicesGrammar
+            return ChoicesGrammar(constraint.options, backend.vocabulary)
+        grammar = backend.compile(constraint)
+        if isinstance(constraint, JsonSchema):
+            return BoundedNumbers(grammar, backend.vocabulary, constraint.max_number_len)
+        return grammar
 
-            return ChoicesGrammar(constraint.options, self._backend.vocabulary)
-        return self._backend.compile(constraint)
+
+def _backend_name(name: str) -> str:
+    name = "llguidance" if name == "auto" else name
+    if name not in BACKENDS:
+        raise InvalidParameter(
+            f"grammar backend {name!r} is unknown",
+            hint=f"use one of auto, {', '.join(sorted(BACKENDS))}",
+            param="backend",
+        )
+    return name

@@ -160,7 +160,18 @@ _LLGUIDANCE: dict[str, Keyword] = {
     "discriminator": _annotation(reason="a remark on anyOf and oneOf, which carry the constraint"),
 }
 
-TABLES: dict[str, dict[str, Keyword]] = {"llguidance": _LLGUIDANCE}
+_XGRAMMAR: dict[str, Keyword] = {
+    **_LLGUIDANCE,
+    "$anchor": _refused("anchors are not resolved", "refer by '#/$defs/name'"),
+    "allOf": _refused("schemas are not merged", "write the combination out"),
+    "oneOf": _refused("branches are not kept apart", "use anyOf, whose branches may overlap"),
+    "patternProperties": _refused("its patterns are not kept apart from other names", "use properties"),
+    "minProperties": _refused("undeclared keys may repeat", "name the properties in 'required'"),
+    "maxProperties": _refused("undeclared keys may repeat", "name the properties, and close the object"),
+    "multipleOf": _refused("it is ignored", "list the values in an enum, or use a pattern"),
+}
+
+TABLES: dict[str, dict[str, Keyword]] = {"llguidance": _LLGUIDANCE, "xgrammar": _XGRAMMAR}
 """Backend -> keyword -> what becomes of it. Words that begin with `x-` and are not listed are annotations."""
 
 _CLOCK = r"([01]\d|2[0-3]):[0-5]\d"
@@ -186,13 +197,23 @@ FORMATS: dict[str, dict[str, str | None]] = {
         "time": rf"^{_TIME}$",
         "uri": None,
         "uuid": None,
-    }
+    },
+    "xgrammar": {},
 }
+FORMATS["xgrammar"] = {name: pattern for name, pattern in FORMATS["llguidance"].items() if pattern is not None}
+FORMATS["xgrammar"]["uuid"] = r"^[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}$"
 """Backend -> values of `format` -> the pattern that stands for it, or `None` where the backend's own rule is exact.
 
 The patterns allow less than the standards where those bound a length that a regular expression would have to count (a
 host name of 253 bytes), and no leap second, which is only valid in two minutes of a year."""
 
+_DECIDING = ("$ref", "const", "enum", "anyOf")
+_TYPES_OF = {
+    **dict.fromkeys(("minLength", "maxLength", "pattern", "format"), ("string",)),
+    **dict.fromkeys(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"), ("integer", "number")),
+    **dict.fromkeys(("items", "prefixItems", "minItems", "maxItems"), ("array",)),
+    **dict.fromkeys(("properties", "required", "additionalProperties"), ("object",)),
+}
 TYPES = ("array", "boolean", "integer", "null", "number", "object", "string")
 _LARGEST = 2**53
 
@@ -300,6 +321,8 @@ class _Check:
             if isinstance(schema, dict):
                 for word, value in schema.items():
                     self.keyword(f"{pointer}/{_escaped(word)}", word, value, schema)
+                if self.backend == "xgrammar":
+                    self.combination(pointer, schema)
         for pointer, schema in self.places.items():
             self.reference_chain(pointer, schema)
 
@@ -387,6 +410,30 @@ class _Check:
             raise ConstraintTooComplex(
                 f"the pattern at {pointer}: {error.message}", hint=error.hint, pointer=pointer
             ) from None
+
+    def combination(self, pointer: str, schema: dict[str, Any]) -> None:
+        """Refuse what xgrammar ignores beside another keyword: it reads one that decides, and those of its type."""
+        words = [word for word in schema if self.table.get(word, _annotation()).support is Support.ENFORCED]
+        words = [word for word in words if word not in ("$defs", "definitions")]
+        alone = next((word for word in _DECIDING if word in words), None)
+        if alone and len(words) > 1:
+            other = next(word for word in words if word != alone)
+            self.ignored(pointer, other, f"it stands beside {alone!r}", "write it inside the branches or the $defs")
+        for word in words:
+            kinds = _TYPES_OF.get(word)
+            if kinds and schema.get("type") not in kinds:
+                self.ignored(pointer, word, "the type that it is about is not the one 'type'", "write 'type' beside it")
+        if {"pattern", "format"} & set(words):
+            for word in ("minLength", "maxLength", "format" if "pattern" in words else "minLength"):
+                if word in words:
+                    self.ignored(pointer, word, "a pattern or format stands beside it", "write it into the pattern")
+
+    def ignored(self, pointer: str, word: str, why: str, hint: str) -> NoReturn:
+        raise UnsupportedSchema(
+            f"{word!r} at {pointer}/{_escaped(word)} is not enforced by {self.backend}: {why}",
+            hint=hint,
+            pointer=f"{pointer}/{_escaped(word)}",
+        )
 
     def min_properties(self, pointer: str, value: float, schema: dict[str, Any]) -> None:
         required = schema.get("required")

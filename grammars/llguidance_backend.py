@@ -130,6 +130,9 @@ class Backend:
             raise self.fault(constraint, "unsatisfiable: nothing can be written at the start")
         return grammar
 
+    def close(self) -> None:
+        """Nothing to give back: everything is in this process."""
+
     def lark(self, constraint: Ebnf | Lark | StructuralTag) -> str:
         """A grammar in the library's dialect."""
         if isinstance(constraint, Ebnf):

@@ -37,6 +37,7 @@ CONSTRAINTS: dict[str, Constraint] = {
     "schema-compact": JsonSchema(RECORD, "compact"),
     "schema-string": JsonSchema('{"type":"string","maxLength":3}'),
     "schema-any": JsonSchema("{}"),
+    "schema-short-numbers": JsonSchema('{"type":"array","items":{"type":"number"}}', "compact", 3),
     "choices": Choices(tuple(WORDS)),
     "choices-one": Choices(("abc true",)),
     "choices-empty-text": Choices(("", "ab")),
@@ -158,6 +159,18 @@ def test_whitespace_policies() -> None:
     wide = ['{  "a":[]}', '{\n"a":[]}', '{"a":[] }\n', ' {"a":[]}', '{"a":[]}  ']
     conformance.check_language(COMPILER.compile(JsonSchema(schema, "compact")), WORLD, [tight], [spaced, *wide])
     conformance.check_language(COMPILER.compile(JsonSchema(schema, "bounded")), WORLD, [tight, spaced], wide)
+
+
+def test_numbers_are_bounded() -> None:
+    grammar = COMPILER.compile(JsonSchema('{"type":"array","items":{"type":"number"}}', "compact", 4))
+    words = ["[1234,-123]", "[1.25]", "[1e10]", "[1e-12]", "[]"]
+    conformance.check_language(grammar, WORLD, words, ["[12345]", "[-1234]", "[1.255]", "[1e105]"])
+    top = COMPILER.compile(JsonSchema('{"type":"integer"}', max_number_len=2))
+    conformance.check_language(top, WORLD, ["12", "-1", "0"], ["123", "-123"])
+    constant = COMPILER.compile(JsonSchema('{"enum":["12345678",123456789012]}', max_number_len=3))
+    conformance.check_language(constant, WORLD, ["123456789012", '"12345678"'], ["123"])
+    default = COMPILER.compile(JsonSchema('{"type":"number"}'))
+    conformance.check_language(default, WORLD, ["1" * 32, "-2.2250738585072014e-308"], ["1" * 40])
 
 
 def test_forced_text_is_canonical() -> None:

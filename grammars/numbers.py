@@ -1,0 +1,144 @@
+"""A bound on the length of numbers in JSON, which no schema keyword sets.
+
+Owns a matcher around another one. Called by `sgl.grammars.compiler` for JSON schemas: a model that falls into a loop of
+digits would else write them until its budget ends. A number that has reached `max_len` characters (its last token may
+step over) does not go on, unless nothing else can follow: a longer constant, an exponent that has only begun.
+Everything else is the inner matcher's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from sgl.grammars.choices import Vocabulary, row_of, write_row
+from sgl.grammars.matcher import Bitmask, CompiledGrammar, Matcher, StopReason
+
+_DIGITS = frozenset(b"0123456789")
+_NUMBER = frozenset(b"0123456789+-.eE")
+
+
+class Place(NamedTuple):
+    """Where in JSON the text ends."""
+
+    in_string: bool = False
+    escaped: bool = False
+    number_len: int = 0
+    after_digit: bool = False
+
+    def after(self, text: bytes) -> Place:
+        """The place behind more text.
+
+        Example:
+            >>> Place().after(b'{"1":-12').number_len
+            3
+        """
+        in_string, escaped, length, digit = self
+        for byte in text:
+            if in_string:
+                in_string = escaped or byte != 0x22
+                escaped = not escaped and byte == 0x5C
+                continue
+            digit = byte in _DIGITS
+            length = length + 1 if digit or (byte in _NUMBER and (length or byte == 0x2D)) else 0
+            in_string = byte == 0x22
+        return Place(in_string, escaped, length, digit)
+
+
+class BoundedNumbers:
+    """A compiled grammar whose matchers end numbers of `max_len` characters."""
+
+    def __init__(self, inner: CompiledGrammar, vocabulary: Vocabulary, max_len: int) -> None:
+        self.inner = inner
+        self.vocabulary = vocabulary
+        self.max_len = max_len
+        self.going_on = row_of(
+            (token_id for token_id, text in vocabulary.token_bytes.items() if text[0] in _NUMBER), vocabulary.vocab_size
+        )
+
+    def matcher(self) -> BoundedMatcher:
+        """A new matcher at the start."""
+        return BoundedMatcher(self, self.inner.matcher(), [Place()])
+
+
+class BoundedMatcher:
+    """Follows one sequence; `places` holds where it was after each token, for `rollback`."""
+
+    def __init__(self, grammar: BoundedNumbers, inner: Matcher, places: list[Place]) -> None:
+        self._grammar = grammar
+        self._inner = inner
+        self._places = places
+
+    def fill(self, bitmask: Bitmask, row: int) -> None:
+        """See `Matcher.fill`."""
+        self._inner.fill(bitmask, row)
+        if self._is_full():
+            going_on = self._grammar.going_on
+            shorter = bitmask[row, : len(going_on)] & ~going_on
+            if shorter.any():
+                write_row(bitmask, row, shorter)
+
+    def accept(self, token_id: int) -> bool:
+        """See `Matcher.accept`."""
+        if self._is_full() and not self._allows(token_id):
+            return False
+        if not self._inner.accept(token_id):
+            return False
+        text = self._grammar.vocabulary.token_bytes.get(token_id, b"")
+        self._places.append(self._places[-1].after(text))
+        return True
+
+    def validate_tokens(self, token_ids: Sequence[int]) -> int:
+        """See `Matcher.validate_tokens`."""
+        taken = 0
+        try:
+            for token_id in token_ids:
+                if not self.accept(token_id):
+                    break
+                taken += 1
+        finally:
+            self.rollback(taken)
+        return taken
+
+    def rollback(self, num_tokens: int) -> None:
+        """See `Matcher.rollback`.
+
+        Raises:
+            ValueError: more tokens than were accepted.
+        """
+        self._inner.rollback(num_tokens)
+        del self._places[len(self._places) - num_tokens :]
+
+    def clone(self) -> BoundedMatcher:
+        """See `Matcher.clone`."""
+        return BoundedMatcher(self._grammar, self._inner.clone(), list(self._places))
+
+    def forced_tokens(self) -> list[int]:
+        """See `Matcher.forced_tokens`."""
+        return self._inner.forced_tokens()
+
+    def is_complete(self) -> bool:
+        """See `Matcher.is_complete`."""
+        return self._inner.is_complete()
+
+    def stop_reason(self) -> StopReason:
+        """See `Matcher.stop_reason`."""
+        stop = self._inner.stop_reason()
+        if stop is StopReason.NOT_STOPPED and self._is_full():
+            onward = self._row() & ~self._grammar.vocabulary.eos_row
+            return StopReason.NOT_STOPPED if onward.any() else StopReason.COMPLETE
+        return stop
+
+    def _is_full(self) -> bool:
+        place = self._places[-1]
+        return place.number_len >= self._grammar.max_len and place.after_digit
+
+    def _row(self) -> Bitmask:
+        bitmask = self._grammar.going_on[None].copy()
+        self.fill(bitmask, 0)
+        row: Bitmask = bitmask[0]
+        return row
+
+    def _allows(self, token_id: int) -> bool:
+        inside = 0 <= token_id < self._grammar.vocabulary.vocab_size
+        return inside and bool(self._row()[token_id // 32] >> (token_id % 32) & 1)

@@ -1,0 +1,481 @@
+"""Regexes, JSON schemas, EBNF and structural tags on xgrammar.
+
+Owns the matcher protocol over `xgrammar.GrammarMatcher`, the form in which a constraint is handed to it, and the helper
+process that compiles. Called by `sgl.grammars.compiler`, which has checked the constraint before. xgrammar is optional;
+it is imported when this backend is first used.
+
+What differs from llguidance: white space `bounded` is at most one white-space character, which may be a line break; the
+text of special tokens in structural tags is ordinary text; there is no Lark.
+
+* End of sequence is kept here and never shown to the library.
+* A compilation has `max_compile_s` and `max_compile_bytes`; over them the helper is ended and the constraint refused.
+* Forced text is tokenized canonically, without its last token, which more text might change.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import selectors
+import struct
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from sgl.errors import (
+    ConfigError,
+    ConstraintTooComplex,
+    InvalidConstraint,
+    InvalidGrammar,
+    InvalidRegex,
+    InvalidSchema,
+    SglError,
+    UnsupportedSchema,
+)
+from sgl.grammars import ebnf, structural_tag
+from sgl.grammars.charsets import Range, complement, merged
+from sgl.grammars.choices import Vocabulary, write_row
+from sgl.grammars.keywords import FORMATS, TABLES, Kind, Schema, Support, parse_schema
+from sgl.grammars.matcher import Bitmask, StopReason, bitmask_words
+from sgl.grammars.regex import Dialect, translate
+from sgl.grammars.spec import Constraint, Ebnf, JsonSchema, Regex, StructuralTag
+from sgl.grammars.xgrammar_helper import frame
+from sgl.limits import Limits
+
+NAME = "xgrammar"
+START_S = 120.0
+"""Longest wait for the helper to import xgrammar, which imports torch."""
+
+_WHITESPACE: dict[str, dict[str, Any]] = {
+    "compact": {"any_whitespace": False, "separators": [",", ":"]},
+    "bounded": {"any_whitespace": True, "max_whitespace_cnt": 1},
+}
+
+
+def is_installed() -> bool:
+    """Whether xgrammar can be imported; it is not imported to find out."""
+    return importlib.util.find_spec(NAME) is not None
+
+
+class Backend:
+    """xgrammar for one tokenizer.
+
+    Args:
+        vocabulary: bytes of tokens, end-of-sequence ids and canonical tokenization.
+
+    Raises:
+        ConfigError: xgrammar is not installed.
+    """
+
+    def __init__(self, vocabulary: Vocabulary, limits: Limits) -> None:
+        if not is_installed():
+            raise ConfigError("grammar_backend is 'xgrammar', which is not installed", hint="pip install xgrammar")
+        import xgrammar
+
+        self.limits = limits
+        self.vocabulary = vocabulary
+        texts = [vocabulary.token_bytes.get(token_id, b"") for token_id in range(vocabulary.vocab_size)]
+        # Tokens without bytes are special to the library, and never allowed.
+        self.tokenizer = xgrammar.TokenizerInfo(
+            texts,
+            xgrammar.VocabType.RAW,
+            vocab_size=vocabulary.vocab_size,
+            stop_token_ids=sorted(vocabulary.eos_ids),
+        )
+        self.helper = Helper(self.tokenizer.serialize_json(), limits)
+
+    def compile(self, constraint: Constraint) -> Grammar:
+        """Compile a constraint that has passed its checks.
+
+        Raises:
+            InvalidRegex, InvalidSchema, InvalidGrammar: the library cannot read it.
+            ConstraintTooComplex: over the time or memory of one compilation.
+        """
+        import xgrammar
+
+        answer = self.helper.ask(self.request(constraint))
+        if "error" in answer:
+            raise _fault(constraint, answer["error"])
+        return Grammar(self, xgrammar.CompiledGrammar.deserialize_json(answer["grammar"], self.tokenizer))
+
+    def close(self) -> None:
+        """End the helper process; the next compilation would start another."""
+        self.helper.close()
+
+    def request(self, constraint: Constraint) -> dict[str, Any]:
+        """The message that asks the helper for it."""
+        if isinstance(constraint, Regex):
+            return {"kind": "regex", "pattern": regex_text(translate(constraint.pattern, limits=self.limits))}
+        if isinstance(constraint, JsonSchema):
+            schema = rewritten(parse_schema(constraint.schema, self.limits), self.limits)
+            return {"kind": "schema", "schema": json.dumps(schema), **_WHITESPACE[constraint.whitespace]}
+        if isinstance(constraint, Ebnf):
+            return {"kind": "ebnf", "grammar": ebnf_text(ebnf.parse(constraint.grammar, self.limits))}
+        if isinstance(constraint, StructuralTag):
+            return {"kind": "tag", "tag": json.dumps(self.tag(constraint))}
+        raise InvalidConstraint(
+            f"{NAME} compiles no {type(constraint).__name__}", hint="use grammar_backend 'llguidance', or EBNF"
+        )
+
+    def tag(self, constraint: StructuralTag) -> dict[str, Any]:
+        """A structural tag in the library's form, which is the current one with the contents rewritten."""
+        import msgspec
+
+        spaces = {"max_whitespace_cnt": 0 if constraint.whitespace == "compact" else 1}
+
+        def mapped(value: Any) -> Any:
+            if isinstance(value, list):
+                return [mapped(item) for item in value]
+            if not isinstance(value, dict):
+                return value
+            if value.get("type") == "json_schema":
+                return {**value, "json_schema": rewritten(value["json_schema"], self.limits), **spaces}
+            if value.get("type") == "regex":
+                return {**value, "pattern": regex_text(translate(value["pattern"], limits=self.limits))}
+            if value.get("type") == "grammar":
+                return {**value, "grammar": ebnf_text(ebnf.parse(value["grammar"], self.limits))}
+            return {key: mapped(item) for key, item in value.items()}
+
+        tree = msgspec.to_builtins(structural_tag.parse(constraint.tag, self.limits))
+        return {"type": "structural_tag", "format": mapped(tree)}
+
+
+class Helper:
+    """The process that compiles, started when it is first asked and again after it was ended."""
+
+    def __init__(self, tokenizer: str, limits: Limits) -> None:
+        self._first = frame({"tokenizer": tokenizer, "max_bytes": limits.max_compile_bytes})
+        self._limits = limits
+        self._process: subprocess.Popen[bytes] | None = None
+        self._lock = threading.Lock()
+        self._finalizer: Any = None
+
+    def ask(self, request: dict[str, Any]) -> dict[str, Any]:
+        """One compilation; others wait for it.
+
+        Raises:
+            ConstraintTooComplex: it took too long, or the process died of it.
+        """
+        with self._lock:
+            if self._process is None:
+                self._start()
+            answer = self._exchange(frame(request), self._limits.max_compile_s)
+            if answer is None:
+                self._end()
+                raise ConstraintTooComplex(
+                    f"{NAME} did not compile the constraint within {self._limits.max_compile_s:g} s and "
+                    f"{self._limits.max_compile_bytes} bytes",
+                    hint="lower its repeat counts and lengths",
+                )
+            return answer
+
+    def close(self) -> None:
+        with self._lock:
+            self._end()
+
+    def _start(self) -> None:
+        # Output to standard error is the library's remarks on escapes; errors come back as answers.
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "sgl.grammars.xgrammar_helper"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        self._finalizer = weakref.finalize(self, _end_process, self._process)
+        if self._exchange(self._first, START_S) is None:
+            self._end()
+            raise InvalidConstraint(f"the process in which {NAME} compiles did not start", hint="see `sgl doctor`")
+
+    def _exchange(self, message: bytes, seconds: float) -> dict[str, Any] | None:
+        """Send a message and wait for the answer; `None` when it does not come in time, or at all."""
+        process = self._process
+        if process is None or process.stdin is None or process.stdout is None:
+            return None
+        try:
+            process.stdin.write(message)
+            process.stdin.flush()
+        except BrokenPipeError:
+            return None
+        deadline, received = time.monotonic() + seconds, b""
+        with selectors.DefaultSelector() as selector:
+            selector.register(process.stdout, selectors.EVENT_READ)
+            while len(received) < 4 or len(received) < 4 + struct.unpack("<I", received[:4])[0]:
+                if not selector.select(max(0.0, deadline - time.monotonic())):
+                    return None
+                more = os.read(process.stdout.fileno(), 1 << 20)
+                if not more:
+                    return None
+                received += more
+        answer: dict[str, Any] = json.loads(received[4:])
+        return answer
+
+    def _end(self) -> None:
+        if self._process is not None:
+            self._finalizer()
+            self._process = None
+
+
+def _end_process(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.wait()
+    for stream in (process.stdin, process.stdout):
+        if stream is not None:
+            try:
+                stream.close()
+            except BrokenPipeError:
+                continue  # what was written to a process that is gone
+
+
+def _fault(constraint: Constraint, message: str) -> SglError:
+    lines = [line for line in message.strip().splitlines() if line]
+    shown = re.sub(r"^\[[^\]]*\] \S+: ", "", lines[0] if lines else "unknown")[:300]
+    if "memory" in shown.lower() or "bad_alloc" in shown:
+        return ConstraintTooComplex(f"{NAME} had not enough memory to compile the constraint", hint="make it smaller")
+    kind = {Regex: InvalidRegex, JsonSchema: InvalidSchema}.get(type(constraint), InvalidGrammar)
+    return kind(f"{NAME} cannot compile the constraint: {shown}", hint="simplify it, or use llguidance", pointer="")
+
+
+# --- constraints in the library's own form ----------------------------------------------------------------------------
+
+
+def regex_text(pattern: str) -> str:
+    r"""A translated pattern (see `sgl.grammars.regex`) in the library's dialect.
+
+    Example:
+        >>> print(regex_text(r"[a-z\x{2D}](?s:.*)"))
+        [a-z\u002d][\u0000-\U0010ffff]*
+    """
+    pattern = re.sub(r"\(\?s:\.(\*?)\)", r"[\\x{0}-\\x{10FFFF}]\1", pattern)
+    return re.sub(r"\\x\{([0-9A-Fa-f]+)\}", lambda found: _escape(int(found[1], 16)), pattern)
+
+
+_UNSAFE = ((0x00, 0x1F), (0x22, 0x22), (0x5C, 0x5C))
+"""What a JSON string writes only as an escape."""
+_ITEM = r"(?:\\x\{[0-9A-F]+\}|[A-Za-z0-9])"
+
+
+def string_regex(pattern: str) -> str:
+    r"""A translated pattern as a pattern of what stands between the quotes, which is what the library matches.
+
+    Quotes, backslashes and control characters are written as escapes where the pattern names them, and left out of
+    classes, which allows less but nothing wrong.
+
+    Raises:
+        UnsupportedSchema: a class of nothing else.
+
+    Example:
+        >>> print(string_regex(r"\x{22}[\x{21}-\x{23}]"))
+        \u005c\u0022[\u0021\u0023]
+    """
+
+    def item(found: re.Match[str]) -> str:
+        if not found[0].startswith("["):
+            return "".join(_escape(ord(char)) for char in json.dumps(chr(_code(found[0])), ensure_ascii=False)[1:-1])
+        ranges = [(_code(low), _code(high or low)) for low, high in re.findall(f"({_ITEM})(?:-({_ITEM}))?", found[0])]
+        kept = complement(merged([*complement(merged(ranges)), *_UNSAFE]))
+        if not kept:
+            raise UnsupportedSchema(f"{NAME} cannot write a pattern of escapes only", hint="use llguidance", pointer="")
+        return _class(kept)
+
+    pattern = re.sub(r"\(\?s:\.(\*?)\)", r"[\\x{0}-\\x{10FFFF}]\1", pattern)
+    return re.sub(rf"\[(?:{_ITEM}|-)*\]|\\x\{{[0-9A-F]+\}}", item, pattern)
+
+
+def _code(text: str) -> int:
+    return int(text[3:-1], 16) if text.startswith("\\") else ord(text)
+
+
+def _class(ranges: Sequence[Range]) -> str:
+    return (
+        "[" + "".join(f"{_escape(low)}-{_escape(high)}" if low < high else _escape(low) for low, high in ranges) + "]"
+    )
+
+
+def _escape(code: int) -> str:
+    return f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
+
+
+_CHARACTER = rf"(?:{_class(complement(merged(_UNSAFE)))}|\u005c[\u0022\u005cbfnrt])"
+"""One character between the quotes, as it is or as an escape."""
+
+
+def ebnf_text(rules: ebnf.Rules) -> str:
+    r"""Rules in the library's notation of EBNF.
+
+    Example:
+        >>> print(ebnf_text(ebnf.parse('root ::= "a"{2} [^b]')))
+        root ::= ("\u0061"{2,2} [\u0000-\u0061\u0063-\U0010ffff])
+    """
+    return "\n".join(f"{name} ::= {_ebnf_node(node)}" for name, node in rules.items())
+
+
+def _ebnf_node(node: ebnf.Node) -> str:
+    if isinstance(node, ebnf.Text):
+        return '"' + "".join(_escape(ord(char)) for char in node.text) + '"'
+    if isinstance(node, ebnf.Chars):
+        return _class(node.ranges)
+    if isinstance(node, ebnf.Ref):
+        return node.name
+    if isinstance(node, ebnf.Repeat):
+        if node.high == 0:
+            return '""'
+        count = f"{{{node.low},{'' if node.high is None else node.high}}}"
+        return (
+            f"({_ebnf_node(node.item)}){count}"
+            if not isinstance(node.item, ebnf.Text)
+            else f"{_ebnf_node(node.item)}{count}"
+        )
+    between = " " if isinstance(node, ebnf.Sequence) else " | "
+    return f"({between.join(_ebnf_node(item) for item in node.items)})"
+
+
+def rewritten(schema: Schema, limits: Limits) -> Schema:
+    """The schema as xgrammar is to see it: annotations left out, patterns in its dialect, formats as patterns.
+
+    Example:
+        >>> from sgl.limits import DEFAULT_LIMITS
+        >>> rewritten({"title": "t", "type": "string", "pattern": "^a$"}, DEFAULT_LIMITS)
+        {'type': 'string', 'pattern': '^(?:a)$'}
+    """
+    if isinstance(schema, bool):
+        return schema
+    result: dict[str, Any] = {}
+    for word, value in schema.items():
+        row = TABLES[NAME].get(word)
+        if row is None or row.support is not Support.ENFORCED:
+            continue
+        if word in ("pattern", "format"):
+            text = str(FORMATS[NAME][value]) if word == "format" else value
+            word, value = "pattern", f"^(?:{string_regex(translate(text, dialect=Dialect.ECMA, limits=limits))})$"
+        elif word in ("minLength", "maxLength"):
+            # The library's own counting lets control characters through.
+            least, most = int(schema.get("minLength", 0)), schema.get("maxLength")
+            word, value = "pattern", f"^{_CHARACTER}{{{least},{'' if most is None else int(most)}}}$"
+        elif row.kind is Kind.SCHEMA:
+            value = rewritten(value, limits)
+        elif row.kind is Kind.SCHEMAS:
+            value = [rewritten(child, limits) for child in value]
+        elif row.kind is Kind.SCHEMA_MAP:
+            value = {name: rewritten(child, limits) for name, child in value.items()}
+        result[word] = value
+    return result
+
+
+# --- matching ---------------------------------------------------------------------------------------------------------
+
+
+class Grammar:
+    """A constraint compiled for one tokenizer."""
+
+    def __init__(self, backend: Backend, compiled: Any) -> None:
+        self.backend = backend
+        self._compiled = compiled
+
+    def matcher(self) -> XGrammarMatcher:
+        """A new matcher at the start."""
+        import xgrammar
+
+        return XGrammarMatcher(self.backend, xgrammar.GrammarMatcher(self._compiled))
+
+
+class XGrammarMatcher:
+    """Follows one sequence. `_num_tokens` counts what the library has consumed, `_num_eos` what came after."""
+
+    def __init__(self, backend: Backend, inner: Any, num_tokens: int = 0, num_eos: int = 0) -> None:
+        self._backend = backend
+        self._inner = inner
+        self._num_tokens = num_tokens
+        self._num_eos = num_eos
+        self._row: Bitmask | None = None
+
+    def fill(self, bitmask: Bitmask, row: int) -> None:
+        """See `Matcher.fill`."""
+        write_row(bitmask, row, self._allowed())
+
+    def accept(self, token_id: int) -> bool:
+        """See `Matcher.accept`."""
+        if token_id in self._backend.vocabulary.eos_ids:
+            if not self.is_complete():
+                return False
+            self._num_eos += 1
+            return True
+        if self._num_eos or token_id not in self._backend.vocabulary.token_bytes:
+            return False
+        if not self._inner.accept_token(token_id):
+            return False
+        self._num_tokens += 1
+        self._row = None
+        return True
+
+    def validate_tokens(self, token_ids: Sequence[int]) -> int:
+        """See `Matcher.validate_tokens`."""
+        taken = 0
+        try:
+            for token_id in token_ids:
+                if not self.accept(token_id):
+                    break
+                taken += 1
+        finally:
+            self.rollback(taken)
+        return taken
+
+    def rollback(self, num_tokens: int) -> None:
+        """See `Matcher.rollback`.
+
+        Raises:
+            ValueError: more tokens than were accepted.
+        """
+        if not 0 <= num_tokens <= self._num_tokens + self._num_eos:
+            raise ValueError(f"rollback of {num_tokens} tokens; {self._num_tokens + self._num_eos} were accepted")
+        ends = min(num_tokens, self._num_eos)
+        self._num_eos -= ends
+        if num_tokens > ends:
+            self._inner.rollback(num_tokens - ends)
+            self._num_tokens -= num_tokens - ends
+            self._row = None
+
+    def clone(self) -> XGrammarMatcher:
+        """See `Matcher.clone`."""
+        return XGrammarMatcher(self._backend, self._inner.fork(), self._num_tokens, self._num_eos)
+
+    def forced_tokens(self) -> list[int]:
+        """See `Matcher.forced_tokens`."""
+        if self._num_eos or self.is_complete():
+            return []
+        forced = self._backend.vocabulary.encode(self._inner.find_jump_forward_string().encode())[:-1]
+        return forced[: self.validate_tokens(forced)]
+
+    def is_complete(self) -> bool:
+        """See `Matcher.is_complete`."""
+        return bool(self._inner.is_completed())
+
+    def stop_reason(self) -> StopReason:
+        """See `Matcher.stop_reason`."""
+        if self._num_eos:
+            return StopReason.EOS
+        if (self._allowed() & ~self._backend.vocabulary.eos_row).any():
+            return StopReason.NOT_STOPPED
+        return StopReason.COMPLETE if self.is_complete() else StopReason.DEAD_END
+
+    def _allowed(self) -> Bitmask:
+        """The bitmask row of this position, computed once; shape `[bitmask_words(vocab_size)]`."""
+        vocabulary = self._backend.vocabulary
+        if self._num_eos:
+            return vocabulary.eos_row
+        if self._row is None:
+            rows = np.full((1, bitmask_words(vocabulary.vocab_size)), -1, dtype=np.int32)
+            self._inner.fill_next_token_bitmask(rows, 0)
+            row = rows[0] & ~vocabulary.eos_row
+            # Also where nothing is masked, ids past the vocabulary are not allowed.
+            row &= vocabulary.token_row
+            self._row = row | vocabulary.eos_row if self.is_complete() else row
+        return self._row
