@@ -23,7 +23,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -137,6 +137,7 @@ class WorkerClient:
         self._held.callback(shutil.rmtree, self._folder, ignore_errors=True)
         self._wake_read, self._wake_write = self._pipe()
         os.set_blocking(self._wake_read, False)
+        os.set_blocking(self._wake_write, False)
         worker_end, self._life = os.pipe()
         # Closed before anything else, also when the process could not be noted down: it ends the worker.
         self._held.callback(os.close, self._life)
@@ -409,9 +410,10 @@ class WorkerClient:
             self._sinks.pop(program, None)
 
     def _wake(self) -> None:
-        """Make the thread look at what there is to send. The lock is held."""
+        """Make the thread look at what there is to send. The lock is held, so this must not wait for the thread."""
         if not self._closed:
-            os.write(self._wake_write, b"w")
+            with suppress(BlockingIOError):  # a full pipe wakes it just as well
+                os.write(self._wake_write, b"w")
 
 
 _clients: weakref.WeakSet[WorkerClient] = weakref.WeakSet()

@@ -4,6 +4,7 @@ of the fault table where they have one."""
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import json
 import logging
 import os
@@ -24,8 +25,10 @@ from support.child import Child, gone
 
 import sgl
 from sgl.errors import ConfigError, EngineDead, InternalError, SglError, Unsupported
+from sgl.lang.graph import Event, Gen, Graph, LiteralText, ProgramOptions, Sampling, Text
 from sgl.runtime import rendezvous
 from sgl.runtime.engine import Engine
+from sgl.runtime.messages import Unpin
 from sgl.runtime.watchdog import Watchdog
 
 GREEDY = {"max_new_tokens": 6, "temperature": 0, "ignore_eos": True}
@@ -576,3 +579,30 @@ def test_logging_stays_quiet_when_all_is_well(dummy_engine: Engine, caplog: pyte
         dummy_engine.generate("x", GREEDY)
         dummy_engine.check()
     assert caplog.records == []
+
+
+def test_a_full_pipe_of_wakes_blocks_nobody(dummy_engine: Engine) -> None:
+    """A sink runs on the thread that drains the pipe, which takes the lock that senders hold while they wake it."""
+    client = dummy_engine._client
+    held, go_on = threading.Event(), threading.Event()
+
+    def sink(event: Event) -> None:
+        held.set()
+        go_on.wait(30)
+
+    session = dummy_engine.open(sink, ProgramOptions(stream=True))
+    gen = Gen(id=1, name="x", sampling=Sampling(max_new_tokens=2))
+    session.submit(Graph(nodes=(Text(id=0, segments=(LiteralText("hello"),)), gen)), finish=True)
+    assert held.wait(30)
+    room = fcntl.fcntl(client._wake_write, fcntl.F_SETPIPE_SZ, 4096)
+
+    def many() -> None:
+        for number in range(room + 10):
+            client.send(Unpin(-1 - number))
+        go_on.set()
+
+    sender = threading.Thread(target=many)
+    sender.start()
+    assert go_on.wait(30), "the sender waits for the thread, which waits for the sender"
+    sender.join()
+    assert dummy_engine.health().ready
