@@ -10,9 +10,11 @@ Raises `BenchError` before anything is measured when the sides differ in dtype, 
 from __future__ import annotations
 
 import os
+import tempfile
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -20,7 +22,8 @@ import msgspec
 from sgl.bench.harness import PairPlan, measure_pairs, wait_for_quiet
 from sgl.bench.load import Fault, ProcSampler, Sampler, between, judge, least_busy
 from sgl.bench.pairs import Pair, Result, summarise
-from sgl.bench.peers import find_peer
+from sgl.bench.peers import Peer, find_peer
+from sgl.bench.peers.convert import convert
 from sgl.bench.peers.messages import Generated, Load, Loaded, Tuned
 from sgl.bench.peers.process import Side
 from sgl.bench.prompts import Prompts
@@ -28,7 +31,7 @@ from sgl.bench.provenance import Model, Provenance, model_record, provenance, si
 from sgl.errors import BenchError, InvalidParameter
 from sgl.runtime.config import config_from_mapping
 from sgl.runtime.loading.facts import cpu_count
-from sgl.runtime.loading.sources import locate
+from sgl.runtime.loading.sources import ModelSource, locate
 
 OURS = "sgl"
 FIRST = "prompt to first token"
@@ -102,6 +105,8 @@ class ComparisonReport(msgspec.Struct, frozen=True, kw_only=True):
     b: Loaded
     peer: str
     weights_sha256: dict[str, str | None]
+    mixed: bool
+    """Whether the sides were allowed to keep the weights in different forms."""
     cases: tuple[CaseReport, ...]
 
 
@@ -112,6 +117,8 @@ def compare(
     cases: Sequence[Case],
     plan: PairPlan,
     peer_settings: Mapping[str, str] | None = None,
+    peer_python: str | None = None,
+    mixed: bool = False,
     startup: bool = True,
     sampler: Sampler | None = None,
     progress: Progress = lambda what: None,
@@ -120,62 +127,100 @@ def compare(
 
     Args:
         fields: those of `EngineConfig`, for our side; dtype, device and threads hold for both.
+        peer_python: the interpreter of an environment of the peer's own.
+        mixed: allow weights of different forms and precision on the two sides, as bfloat16 against the file's blocks.
         sampler: of the load; that of the chosen cores by default. Tests invent one.
 
     Raises:
         BenchError: a side cannot be started, or the sides are not comparable.
     """
     config = config_from_mapping(fields)
-    packages = find_peer(peer).packages
+    row = find_peer(peer, elsewhere=peer_python is not None)
     threads = config.num_threads or cpu_count()
-    sides = _Sides(fields, peer, threads, peer_settings or {})
-    sampler = sampler or ProcSampler(sides.cores)
     source = locate(config.model_path, load_format=config.load_format, offline=config.offline)
     with ExitStack() as stack:
+        given = readable(row, source, stack, progress)
+        if given is not source:
+            fields = {**fields, "model_path": str(given.path), "load_format": "auto"}
+        sides = _Sides(fields, row, threads, peer_settings or {}, peer_python, str(given.path))
+        sampler = sampler or ProcSampler(sides.cores)
         progress("loading both sides")
         ours, theirs = stack.enter_context(sides.start(OURS)), stack.enter_context(sides.start(peer))
         a = ours.load(sides.load_ours())
         b = theirs.load(sides.load_peer(a))
         progress("comparing the weights")
         weights = {OURS: ours.weights_digest(), peer: theirs.weights_digest()}
-        check_comparable(a, b, tuple(weights.values()))
+        check_comparable(a, b, tuple(weights.values()), mixed=mixed)
         reports = [_run_case(case, (ours, theirs), (a, b), sampler, plan, progress) for case in cases]
-    if startup:
-        reports.append(_run_startup(sides, a, sampler, plan, progress))
+        for side in (ours, theirs):
+            side.close()
+        if startup:
+            reports.append(_run_startup(sides, a, sampler, plan, progress))
     return ComparisonReport(
         model=model_record(source),
-        provenance=provenance(sides.cores, sides.variables, packages),
+        provenance=provenance(sides.cores, sides.variables, row.packages if peer_python is None else ()),
         plan=plan,
         a=a,
         b=b,
         peer=peer,
         weights_sha256=weights,
+        mixed=mixed,
         cases=tuple(reports),
     )
 
 
-def check_comparable(a: Loaded, b: Loaded, weights: Sequence[str | None]) -> None:
-    """Refuse sides that would be compared for something else than their speed.
+def readable(peer: Peer, source: ModelSource, stack: ExitStack, progress: Progress) -> ModelSource:
+    """What both sides are to load so that the peer can: `source`, or a folder made from its GGUF file, which is removed
+    with `stack`.
 
     Raises:
-        BenchError: they differ in dtype, device, number of threads or weights.
+        BenchError: the peer reads another form, and nothing makes that of this one.
     """
-    for name in ("dtype", "device", "num_threads"):
+    if peer.reads == "any" or (peer.reads == "gguf" and source.kind == "gguf"):
+        return source
+    if peer.reads == "folder" and source.path is not None and source.path.is_dir():
+        return source
+    if peer.reads == "folder" and source.kind == "gguf":
+        progress(f"converting {source.name} to a folder that {peer.name} reads")
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="sgl-bench-"))
+        convert(source, folder)
+        return ModelSource(source.name, "safetensors", Path(folder))
+    raise BenchError(f"{peer.name} reads a {peer.reads}; {source.name} is {source.kind}", hint="name another model")
+
+
+def check_comparable(a: Loaded, b: Loaded, weights: Sequence[str | None], *, mixed: bool = False) -> None:
+    """Refuse sides that would be compared for something else than their speed.
+
+    Args:
+        mixed: let weights and precision differ.
+
+    Raises:
+        BenchError: they differ in device, threads, quantization, dtype (where nothing is quantized: beside quantized
+            weights it is that of keys and values only), or weights.
+    """
+    names = ["device", "num_threads"]
+    if not mixed:
+        names += ["quantization"] if a.quantization != "none" or b.quantization != "none" else ["dtype"]
+    for name in names:
         ours, theirs = getattr(a, name), getattr(b, name)
         if ours != theirs:
-            raise BenchError(f"{name} is {ours} on our side and {theirs} on the peer's", hint=f"set {name} for both")
+            raise BenchError(
+                f"{name} is {ours} on our side and {theirs} on the peer's", hint=f"set {name} to what the peer has"
+            )
+    if mixed:
+        return
     known = {digest for digest in weights if digest is not None}
     if len(known) > 1:
         raise BenchError("the two sides compute with different weights", hint="load the same file on both sides")
 
 
 def agreement(prompts: list[list[int]], ours: Generated, theirs: Generated, peer: Side) -> Agreement:
-    """Compare the tokens of one call."""
+    """Compare the tokens of one call, whose prompts are of one length."""
     texts = [prompt + row for prompt, row in zip(prompts, ours.token_ids, strict=True)]
-    liked = peer.preferred(texts)
+    liked = peer.preferred(texts, len(prompts[0]) - 1)
     total = sum(len(row) for row in ours.token_ids)
     return Agreement(
-        preferred=None if liked is None else _agreeing(prompts, ours.token_ids, liked) / total,
+        preferred=None if liked is None else _agreeing(ours.token_ids, liked) / total,
         common_prefix=sum(map(common_prefix_len, ours.token_ids, theirs.token_ids)) / total,
     )
 
@@ -195,20 +240,31 @@ def common_prefix_len(one: Sequence[int], other: Sequence[int]) -> int:
     return length
 
 
-def _agreeing(prompts: list[list[int]], rows: list[list[int]], liked: list[list[int]]) -> int:
-    """Tokens of our rows that the peer would have chosen there; what it prefers after position i - 1 stands at i."""
+def _agreeing(rows: list[list[int]], liked: list[list[int]]) -> int:
+    """Tokens of our rows that the peer would have chosen there; it says one more, after the last."""
     return sum(
-        token == preferences[len(prompt) + i - 1]
-        for prompt, row, preferences in zip(prompts, rows, liked, strict=True)
-        for i, token in enumerate(row)
+        token == preferred
+        for row, preferences in zip(rows, liked, strict=True)
+        for token, preferred in zip(row, preferences, strict=False)
     )
 
 
 class _Sides:
     """How both sides are started: on which cores, with which variables, on which model."""
 
-    def __init__(self, fields: Mapping[str, Any], peer: str, threads: int, peer_settings: Mapping[str, str]) -> None:
-        self.peer = peer
+    def __init__(
+        self,
+        fields: Mapping[str, Any],
+        peer: Peer,
+        threads: int,
+        peer_settings: Mapping[str, str],
+        peer_python: str | None,
+        path: str,
+    ) -> None:
+        self.peer = peer.name
+        self._row = peer
+        self._python = peer_python
+        self._path = path
         self._fields = dict(fields)
         self._config = config_from_mapping(fields)
         self._threads = threads
@@ -217,7 +273,9 @@ class _Sides:
         self.variables = side_variables(threads)
 
     def start(self, name: str) -> Side:
-        return Side(name, self.cores, self.variables)
+        if name != self.peer or name == OURS:
+            return Side(name, self.cores, self.variables)
+        return Side(name, self.cores, {**self._row.variables, **self.variables}, python=self._python)
 
     def load_ours(self) -> Load:
         config = self._config
@@ -233,7 +291,7 @@ class _Sides:
     def load_peer(self, ours: Loaded) -> Load:
         """The same with what our side resolved. Against itself, our engine keeps its options."""
         return Load(
-            model_path=self._config.model_path,
+            model_path=self._config.model_path if self._row.reads == "any" else self._path,
             load_format=self._config.load_format,
             dtype=ours.dtype,
             device=ours.device,

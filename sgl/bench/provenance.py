@@ -12,12 +12,13 @@ import shlex
 import sys
 import time
 from collections.abc import Collection, Iterable, Mapping
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import msgspec
 
 import sgl
+from sgl.bench.peers import versions as package_versions
+from sgl.bench.peers.weights import file_digest
 from sgl.environment import read
 from sgl.runtime.loading.sources import ModelSource
 
@@ -63,8 +64,7 @@ def provenance(cores: Collection[int], variables: Mapping[str, str], packages: I
         variables=dict(variables),
         versions={
             "sgl": sgl.__version__,
-            "python": platform.python_version(),
-            **{name: _version(name) for name in sorted({"torch", *packages})},
+            **package_versions(sorted({"torch", *packages})),
         },
         sgl_source_sha256=source_digest(),
     )
@@ -87,7 +87,7 @@ def model_record(source: ModelSource) -> Model:
     files: list[Path] = []
     if source.path is not None and source.kind != "dummy":
         files = sorted(source.path.glob("*.safetensors")) if source.path.is_dir() else [source.path]
-    digests = [_file_digest(path) for path in files]
+    digests = [file_digest(path) for path in files]
     together = hashlib.sha256("".join(digests).encode()).hexdigest() if len(digests) > 1 else "".join(digests)
     return Model(name=source.name, kind=source.kind, sha256=together)
 
@@ -107,20 +107,8 @@ def source_digest() -> str:
     files = [Path(folder) / name for folder, _, names in os.walk(root, followlinks=True) for name in names]
     checksum = hashlib.sha256()
     for path in sorted(path for path in files if path.suffix == ".py"):
-        checksum.update(f"{path.relative_to(root).as_posix()} {_file_digest(path)}\n".encode())
+        checksum.update(f"{path.relative_to(root).as_posix()} {file_digest(path)}\n".encode())
     return checksum.hexdigest()
-
-
-def _file_digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def _read(path: Path) -> str:

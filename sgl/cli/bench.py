@@ -55,9 +55,20 @@ def latency(
     peer: Annotated[
         str | None,
         typer.Option(
-            help="Compare with this engine: transformers, or sgl for the harness's own error.", rich_help_panel=PEER
+            help="Compare with this engine: transformers, llamacpp, vllm, or sgl for the harness's own error.",
+            rich_help_panel=PEER,
         ),
     ] = None,
+    peer_python: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Interpreter of the peer's own environment.", show_default=False, rich_help_panel=PEER
+        ),
+    ] = None,
+    mixed: Annotated[
+        bool,
+        typer.Option("--mixed", help="Let the sides keep weights in different forms.", rich_help_panel=PEER),
+    ] = False,
     peer_setting: Annotated[
         list[str] | None, typer.Option(metavar="NAME=VALUE", help="Fix a setting of the peer.", rich_help_panel=PEER)
     ] = None,
@@ -86,7 +97,7 @@ def latency(
     engine: dict[str, Any],
 ) -> None:
     """Start, prefill and decode speed; with --peer as ratios from paired runs. Nothing is compared with a target."""
-    fields = _fetched(engine, model)
+    fields = fetched(engine, model)
     batches = tuple(batch or (1, 8))
     if peer is None:
         from sgl.bench.latency import run
@@ -123,6 +134,8 @@ def latency(
             rule=CleanRule(max_foreign=max_foreign, max_steal=max_steal),
         ),
         peer_settings=_settings(peer_setting or []),
+        peer_python=None if peer_python is None else str(peer_python.absolute()),
+        mixed=mixed,
         startup=startup,
         progress=say,
     )
@@ -146,7 +159,7 @@ def startup(
     """Import, process start to ready and to first token, with the tokenizer cache filled and empty."""
     from sgl.bench.startup import run
 
-    report = run(_fetched(engine, model), repeats=repeats, progress=lambda what: say(f"measuring: {what}"))
+    report = run(fetched(engine, model), repeats=repeats, progress=lambda what: say(f"measuring: {what}"))
     if output(report, as_json, save):
         from sgl.cli.bench_view import show_samples
 
@@ -154,7 +167,7 @@ def startup(
         show_samples(report.measured)
 
 
-def _fetched(engine: dict[str, Any], model: str | None) -> dict[str, Any]:
+def fetched(engine: dict[str, Any], model: str | None) -> dict[str, Any]:
     """The engine's fields, with the model in the cache."""
     if model is not None:
         if engine.get("model_path", model) != model:

@@ -24,11 +24,17 @@ def show_samples(measured: Sequence[Sampled]) -> None:
 def show_comparison(report: ComparisonReport) -> None:
     """Who was compared, the ratios, and how far the outputs agree."""
     record = report.provenance
-    print(f"model {report.model.name}, {report.a.dtype} on {report.a.device}, {report.a.num_threads} threads")
+    print(f"model {report.model.name} on {report.a.device}, {report.a.num_threads} threads")
+    for name, side in (("sgl", report.a), (report.peer, report.b)):
+        details = {"dtype": side.dtype, "quantization": side.quantization, **side.details, **side.versions}
+        print(f"{name}: " + ", ".join(f"{what} {value}" for what, value in details.items()))
     print(f"{record.cpu}, cores {' '.join(map(str, record.cores))} of {record.usable_cores}")
     print(*(f"{name} {version}" for name, version in record.versions.items()), sep=", ")
     digests = set(report.weights_sha256.values())
-    print("weights: " + ("not compared" if None in digests else f"identical on both sides ({digests.pop():.12})"))
+    if len(digests) > 1 or None in digests:
+        print("weights: " + ("kept differently on the two sides" if report.mixed else "not compared"))
+    else:
+        print(f"weights: identical on both sides ({digests.pop():.12})")
     print()
     show_table(
         ("MEASURED", "SGL", report.peer.upper(), "RATIO", "INTERVAL", "CLEAN PAIRS"),

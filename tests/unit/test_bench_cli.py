@@ -80,6 +80,7 @@ def compared(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
             b=LOADED,
             peer=peer,
             weights_sha256={"sgl": "abc", peer: "abc"},
+            mixed=asked["mixed"],
             cases=(
                 case_report(1, pairs([2.0, 2.5, 2.2], dirty=4)),
                 case_report(8, pairs([2.0], dirty=2), Fault("foreign load", 0.7)),
@@ -109,6 +110,7 @@ def test_flags_reach_the_comparison(command: Command, compared: list[dict[str, A
     flags = "--batch 1 --batch 4 --prompt-tokens 16 --new-tokens 8 --pairs 2 --attempts 3 --seed 5 --patience 0"
     rule = "--max-foreign 0.04 --max-steal 0.07"
     asked = "--peer-setting cache=static --peer-setting loop=generate --dtype bfloat16 --num-threads 2"
+    asked += " --peer-python /x/bin/python --mixed"
     status, _, _ = command(
         "bench", "latency", "dummy", "--peer", "transformers", "--no-startup", *f"{flags} {rule} {asked}".split()
     )
@@ -119,6 +121,7 @@ def test_flags_reach_the_comparison(command: Command, compared: list[dict[str, A
         pairs=2, attempts=3, seed=5, patience_s=0.0, rule=CleanRule(max_foreign=0.04, max_steal=0.07)
     )
     assert call["startup"] is False
+    assert (call["peer_python"], call["mixed"]) == ("/x/bin/python", True)
     assert call["peer_settings"] == {"cache": "static", "loop": "generate"}
     assert call["fields"] == {"model_path": "dummy", "dtype": "bfloat16", "num_threads": 2}
 

@@ -3,13 +3,26 @@
 from __future__ import annotations
 
 import os
+import platform
 import subprocess
 import sys
 from collections.abc import Collection, Iterator
+from contextlib import ExitStack
+from pathlib import Path
 
+import msgspec
 import pytest
 
-from sgl.bench.comparison import DECODE, FIRST, WHOLE, Case, check_comparable, common_prefix_len, compare
+from sgl.bench.comparison import (
+    DECODE,
+    FIRST,
+    WHOLE,
+    Case,
+    check_comparable,
+    common_prefix_len,
+    compare,
+    readable,
+)
 from sgl.bench.harness import PairPlan
 from sgl.bench.load import Snapshot
 from sgl.bench.peers import PEERS, find_peer
@@ -36,6 +49,7 @@ from sgl.bench.peers.messages import (
 from sgl.bench.peers.process import Side
 from sgl.bench.prompts import Prompts
 from sgl.errors import BenchError, InternalError, InvalidParameter
+from sgl.runtime.loading.sources import ModelSource
 
 LOAD = Load(model_path="dummy", dtype="float32", device="cpu", num_threads=1)
 LOADED = Loaded(vocab_size=512, dtype="float32", device="cpu", num_threads=1)
@@ -69,17 +83,17 @@ class Counting(Adapter):
 
 def test_the_smallest_adapter_answers_everything() -> None:
     host = Host(Counting)
-    assert host.answer(LOAD) == LOADED
+    assert host.answer(LOAD) == msgspec.structs.replace(LOADED, versions={"python": platform.python_version()})
     told = host.answer(Generate([[1, 2], [7]], 3))
     assert isinstance(told, Generated)
     assert told.token_ids == [[3, 4, 5], [8, 9, 10]]
     assert told.seconds > 0
     assert host.answer(Tune([[1]], 2)) == Tuned()
-    assert host.answer(Preferred([[1]])) == Preferences(None)
+    assert host.answer(Preferred([[1, 2, 9, 10]], 1)) == Preferences([[3, 10, 11]])
     assert host.answer(Weights()) == WeightsDigest(None)
     assert host.answer(Close()) == Closed()
     assert isinstance(host._adapter, Counting)
-    assert host._adapter.log == ["forget", "generate", "close"]
+    assert host._adapter.log == ["forget", "generate", "generate", "generate", "close"]
 
 
 @pytest.mark.parametrize(
@@ -141,6 +155,20 @@ def test_a_side_that_never_answers_is_ended() -> None:
     assert side._process.returncode == -9
 
 
+def test_a_side_runs_in_an_interpreter_of_its_own_with_nothing_of_ours_but_sgl(tmp_path: Path) -> None:
+    """The interpreter here is a script that notes what it is given and then is this one."""
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nprintf "%s" "$PYTHONPATH" > {tmp_path}/path\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    load = msgspec.structs.replace(LOAD, settings={"loop": "fast"})
+    with (
+        Side("transformers", os.sched_getaffinity(0), {}, python=str(python)) as side,
+        pytest.raises(InvalidParameter, match="side transformers: peer setting loop=fast"),
+    ):
+        side.load(load)
+    assert (tmp_path / "path").read_text() == ""
+
+
 def test_a_host_ends_with_its_harness() -> None:
     cores = ",".join(map(str, os.sched_getaffinity(0)))
     done = subprocess.run(
@@ -164,9 +192,12 @@ def test_peers_are_found_by_name() -> None:
 
 
 def test_a_peer_that_is_not_installed_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(BenchError, match=r"needs transformers, torch .*pip install transformers torch"):
+    monkeypatch.setattr("sgl.bench.peers._version", lambda name: None)
+    with pytest.raises(
+        BenchError, match=r"needs transformers, torch .*pip install transformers torch, or .*peer-python"
+    ):
         find_peer("transformers")
+    assert find_peer("transformers", elsewhere=True).name == "transformers"
 
 
 @pytest.mark.parametrize("field", ["dtype", "device", "num_threads"])
@@ -183,6 +214,27 @@ def test_different_weights_are_refused_and_unknown_ones_are_not() -> None:
     check_comparable(LOADED, LOADED, ["a", None])
     with pytest.raises(BenchError, match="different weights"):
         check_comparable(LOADED, LOADED, ["a", "b"])
+
+
+def test_quantized_sides_compare_by_the_form_of_their_weights() -> None:
+    blocks = msgspec.structs.replace(LOADED, quantization="gguf", dtype="bfloat16")
+    check_comparable(blocks, msgspec.structs.replace(blocks, dtype="float16"), ["a", "a"])  # of keys and values
+    with pytest.raises(BenchError, match="quantization is none on our side and gguf"):
+        check_comparable(LOADED, blocks, [])
+    check_comparable(LOADED, blocks, ["a", "b"], mixed=True)
+    with pytest.raises(BenchError, match="num_threads"):
+        check_comparable(LOADED, msgspec.structs.replace(blocks, num_threads=2), [], mixed=True)
+
+
+def test_a_peer_is_given_a_model_that_it_reads(tmp_path: Path) -> None:
+    any_form, file = PEERS["transformers"], ModelSource("m", "gguf", tmp_path / "m.gguf")
+    folder, toy = ModelSource("m", "safetensors", tmp_path), ModelSource("dummy", "dummy", None)
+    with ExitStack() as stack:
+        for peer, source in ((any_form, toy), (PEERS["llamacpp"], file), (PEERS["vllm"], folder)):
+            assert readable(peer, source, stack, print) is source
+        for peer, source in ((PEERS["llamacpp"], folder), (PEERS["vllm"], toy)):
+            with pytest.raises(BenchError, match=r"reads a (gguf|folder); .* is (safetensors|dummy)"):
+                readable(peer, source, stack, print)
 
 
 def test_prompts_differ_and_repeat_by_seed() -> None:

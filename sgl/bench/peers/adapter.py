@@ -44,10 +44,10 @@ class Adapter(ABC):
         del prompts, new_tokens
         return Tuned()
 
-    def preferred(self, texts: list[list[int]]) -> list[list[int]] | None:
-        """The most likely token after each position of each text."""
-        del texts
-        return None
+    def preferred(self, texts: list[list[int]], start: int) -> list[list[int]] | None:
+        """The most likely token after each position of each text, from position `start` on. By itself it lets the peer
+        continue the text up to where it says something else, and again behind that place."""
+        return [self._preferred(text, start) for text in texts]
 
     def weights_digest(self) -> str | None:
         """`sgl.bench.peers.weights.digest` of the weights as they are computed with."""
@@ -56,3 +56,11 @@ class Adapter(ABC):
     def close(self) -> None:
         """Free everything, processes included."""
         return
+
+    def _preferred(self, text: list[int], start: int) -> list[int]:
+        liked: list[int] = []
+        while (known := start + 1 + len(liked)) <= len(text):
+            (said,) = self.generate([text[:known]], len(text) + 1 - known)
+            same = [one == other for one, other in zip(said, text[known:], strict=False)]
+            liked += said[: [*same, False].index(False) + 1]
+        return liked

@@ -9,11 +9,14 @@ from typing import Any, get_type_hints
 
 from sgl.bench.peers.adapter import Adapter
 from sgl.bench.peers.messages import Load, Loaded
+from sgl.bench.peers.weights import file_digest
 from sgl.environment import parse_option
 from sgl.errors import BenchError
 from sgl.runtime.config import EngineConfig
 from sgl.runtime.engine import Engine
+from sgl.runtime.loading.sources import locate
 
+_DETAILS = ("kernels", "page_size", "max_running_requests", "chunked_prefill_size")
 _IDLE_S = 10.0
 """In which an engine that has answered everything becomes idle."""
 
@@ -44,7 +47,8 @@ class EngineAdapter(Adapter):
             dtype=resolved["dtype"],
             device=resolved["device"],
             num_threads=resolved["num_threads"],
-            details={name: resolved[name] for name in ("page_size", "max_running_requests", "chunked_prefill_size")},
+            quantization=resolved["quantization"],
+            details={name: resolved[name] for name in _DETAILS},
         )
 
     def generate(self, prompts: list[list[int]], new_tokens: int) -> list[list[int]]:
@@ -58,7 +62,12 @@ class EngineAdapter(Adapter):
         self._engine.flush_cache(wait_s=_IDLE_S)
 
     def weights_digest(self) -> str | None:
-        """Of the model as the loader builds it, from a process of its own."""
+        """Of the model as the loader builds it, from a process of its own; of the file whose blocks are kept. None for
+        weights that are rounded at load: no other side has the same."""
+        quantization = self.loaded().quantization
+        if quantization != "none":
+            path = locate(self._load.model_path, offline=True).path
+            return file_digest(path) if quantization == "gguf" and path is not None else None
         command = [sys.executable, "-P", "-m", "sgl.bench.peers.weights"]
         done = subprocess.run(
             [*command, self._load.model_path, self._load.load_format, self.loaded().dtype],

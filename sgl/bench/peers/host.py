@@ -12,10 +12,13 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 from typing import BinaryIO
 
-from sgl.bench.peers import find_peer
+import msgspec
+
+from sgl.bench.peers import PEERS, find_peer, versions
 from sgl.bench.peers.adapter import Adapter
 from sgl.bench.peers.messages import (
     Close,
@@ -38,10 +41,11 @@ from sgl.errors import BenchError, SglError
 
 
 class Host:
-    """Answers requests with an adapter of the class `kind`."""
+    """Answers requests with the adapter that `build` makes; reports the versions of `packages` with it."""
 
-    def __init__(self, kind: type[Adapter]) -> None:
-        self._kind = kind
+    def __init__(self, build: Callable[[Load], Adapter], packages: Sequence[str] = ()) -> None:
+        self._build = build
+        self._packages = packages
         self._adapter: Adapter | None = None
 
     def answer(self, request: Request) -> Reply:
@@ -57,8 +61,8 @@ class Host:
         if isinstance(request, Load):
             if self._adapter is not None:
                 raise BenchError("a model is loaded already", hint="one process runs one model")
-            self._adapter = self._kind(request)
-            return self._adapter.loaded()
+            self._adapter = self._build(request)
+            return msgspec.structs.replace(self._adapter.loaded(), versions=versions(self._packages))
         if isinstance(request, Close):
             if self._adapter is not None:
                 self._adapter.close()
@@ -72,7 +76,7 @@ class Host:
             case Tune():
                 return adapter.tune(request.prompts, request.new_tokens)
             case Preferred():
-                return Preferences(adapter.preferred(request.texts))
+                return Preferences(adapter.preferred(request.texts, request.start))
             case Weights():
                 return WeightsDigest(adapter.weights_digest())
 
@@ -110,13 +114,18 @@ def _serve(host: Host, source: BinaryIO, sink: BinaryIO) -> None:
             return
 
 
+def _adapter(name: str, load: Load) -> Adapter:
+    module, _, attribute = find_peer(name).adapter.partition(":")
+    kind: type[Adapter] = getattr(importlib.import_module(module), attribute)
+    return kind(load)
+
+
 def main(name: str, cores: str) -> None:
     """Serve as the side `name` on the cores `cores` (`0,1`)."""
     os.sched_setaffinity(0, {int(core) for core in cores.split(",")})
     sink = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what libraries print is not protocol
-    module, _, attribute = find_peer(name).adapter.partition(":")
-    _serve(Host(getattr(importlib.import_module(module), attribute)), sys.stdin.buffer, sink)
+    _serve(Host(lambda load: _adapter(name, load), PEERS[name].packages), sys.stdin.buffer, sink)
     sys.stderr.flush()
     os._exit(0)  # threads of torch have nothing left to say
 

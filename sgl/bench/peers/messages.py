@@ -39,9 +39,10 @@ class Tune(msgspec.Struct, frozen=True, tag="tune"):
 
 
 class Preferred(msgspec.Struct, frozen=True, tag="preferred"):
-    """The most likely next token after every position of these texts."""
+    """The most likely next token after every position of these texts from `start` on."""
 
     texts: list[list[int]]
+    start: int = 0
 
 
 class Weights(msgspec.Struct, frozen=True, tag="weights"):
@@ -56,13 +57,21 @@ Request = Load | Generate | Tune | Preferred | Weights | Close
 
 
 class Loaded(msgspec.Struct, frozen=True, kw_only=True, tag="loaded"):
-    """A model that is ready, and how it runs."""
+    """A model that is ready, and how it runs.
+
+    Attributes:
+        dtype: of weights, keys and values; where the weights are quantized, of keys and values only.
+        quantization: in what form the weights are computed with, in the words of `EngineConfig.quantization`.
+        versions: of the interpreter and the packages that the side runs with; the host fills them in.
+    """
 
     vocab_size: int
     dtype: str
     device: str
     num_threads: int
+    quantization: str = "none"
     details: dict[str, Any] = {}
+    versions: dict[str, str | None] = {}
 
 
 class Generated(msgspec.Struct, frozen=True, tag="generated"):
@@ -80,7 +89,7 @@ class Tuned(msgspec.Struct, frozen=True, tag="tuned"):
 
 
 class Preferences(msgspec.Struct, frozen=True, tag="preferences"):
-    """One list per text, as long as it; None from a side that cannot say."""
+    """One list per text, an entry for each position from `start` on; None from a side that cannot say."""
 
     token_ids: list[list[int]] | None
 

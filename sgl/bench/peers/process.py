@@ -13,11 +13,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
 from typing import TypeVar
 
 import msgspec
 
+import sgl
 from sgl import environment
+from sgl.bench.peers import launch
 from sgl.bench.peers.messages import (
     Close,
     Closed,
@@ -41,9 +44,16 @@ from sgl.errors import BenchError, SglError
 
 R = TypeVar("R", bound=Reply)
 
+_HOST = "sgl.bench.peers.host"
+
 _TIMEOUT_S = 900.0
 """For any one answer; loading a large model is the longest."""
 _QUOTED_LINES = 5
+
+
+def _package() -> str:
+    """The folder of this copy of `sgl`."""
+    return str(Path(sgl.__file__).parent)
 
 
 class Side:
@@ -53,6 +63,7 @@ class Side:
         name: of the peer, as in `sgl.bench.peers.PEERS`.
         cores: numbers of the cores that it may use.
         env: what is set for it beside the environment of this process.
+        python: the interpreter to run it with, whose packages it then uses in place of ours (`launch`).
         program: what to run in place of `sgl.bench.peers.host`, when something else speaks the protocol.
     """
 
@@ -62,6 +73,7 @@ class Side:
         cores: Collection[int],
         env: Mapping[str, str],
         *,
+        python: str | None = None,
         program: Sequence[str] = (),
         timeout_s: float = _TIMEOUT_S,
     ) -> None:
@@ -70,10 +82,12 @@ class Side:
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
         self._buffer = b""
         self._closed = False
-        # It imports what this process imports, but never from the current folder on its own account.
-        path = os.pathsep.join(entry for entry in sys.path if entry)
+        # It imports what this process imports, but never from the current folder on its own account. Another
+        # interpreter has a path of its own.
+        path = "" if python else os.pathsep.join(entry for entry in sys.path if entry)
+        host = [python, "-P", launch.__file__, _package()] if python else [sys.executable, "-P", "-m", _HOST]
         self._process = subprocess.Popen(
-            program or [sys.executable, "-P", "-m", "sgl.bench.peers.host", name, ",".join(map(str, cores))],
+            program or [*host, name, ",".join(map(str, cores))],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
@@ -98,9 +112,9 @@ class Side:
         """Choose settings; see `Tune`."""
         return self._ask(Tune(prompts, new_tokens), Tuned)
 
-    def preferred(self, texts: list[list[int]]) -> list[list[int]] | None:
+    def preferred(self, texts: list[list[int]], start: int = 0) -> list[list[int]] | None:
         """Most likely next tokens; see `Preferred`."""
-        return self._ask(Preferred(texts), Preferences).token_ids
+        return self._ask(Preferred(texts, start), Preferences).token_ids
 
     def weights_digest(self) -> str | None:
         """Checksum of the weights; None where the side cannot say."""

@@ -81,13 +81,13 @@ class TransformersAdapter(Adapter):
         self._chosen = candidates[min(tried, key=tried.__getitem__)]
         return Tuned(dict(self._chosen), tried)
 
-    def preferred(self, texts: list[list[int]]) -> list[list[int]]:
+    def preferred(self, texts: list[list[int]], start: int) -> list[list[int]]:
         """One forward per text."""
         import torch
 
         with torch.inference_mode():
             return [
-                self._model(torch.tensor([text], device=self._device)).logits[0].argmax(dim=-1).tolist()
+                self._model(torch.tensor([text], device=self._device)).logits[0, start:].argmax(dim=-1).tolist()
                 for text in texts
             ]
 

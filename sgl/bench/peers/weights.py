@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import sys
+from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -16,13 +18,33 @@ if TYPE_CHECKING:
 
 def digest(model: torch.nn.Module) -> str:
     """SHA-256 of all parameters in the order of their names, which must be Hugging Face's. A tied one counts once."""
+    return _digest(dict(model.named_parameters()))
+
+
+def folder_digest(path: str | Path) -> str:
+    """`digest` of the tensors in a folder's safetensors files."""
+    from safetensors.torch import load_file
+
+    tensors: dict[str, torch.Tensor] = {}
+    for file in Path(path).glob("*.safetensors"):
+        tensors |= load_file(file)
+    return _digest(tensors)
+
+
+def _digest(tensors: Mapping[str, torch.Tensor]) -> str:
     import torch
 
     checksum = hashlib.sha256()
-    for name, parameter in sorted(model.named_parameters()):
+    for name, parameter in sorted(tensors.items()):
         checksum.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}\n".encode())
         checksum.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
     return checksum.hexdigest()
+
+
+def file_digest(path: str | Path) -> str:
+    """SHA-256 of a file's bytes."""
+    with Path(path).open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def main(model_path: str, load_format: str, dtype: str) -> None:
