@@ -2,8 +2,8 @@
 
 Owns a matcher around another one. Called by `sgl.grammars.compiler` for JSON schemas: a model that falls into a loop of
 digits would else write them until its budget ends. A number that has reached `max_len` characters (its last token may
-step over) does not go on, unless nothing else can follow: a longer constant, an exponent that has only begun.
-Everything else is the inner matcher's.
+step over), or three digits of its exponent, does not go on, unless nothing else can follow: a longer constant, an
+exponent that has only begun. Everything else is the inner matcher's.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from sgl.grammars.choices import Vocabulary, row_of, write_row
 from sgl.grammars.matcher import Bitmask, CompiledGrammar, Matcher, StopReason
 
 _DIGITS = frozenset(b"0123456789")
+_EXPONENT_DIGITS = 3
+"""As many as a float of 64 bits has."""
 _NUMBER = frozenset(b"0123456789+-.eE")
 
 
@@ -25,6 +27,7 @@ class Place(NamedTuple):
     escaped: bool = False
     number_len: int = 0
     after_digit: bool = False
+    exponent_len: int = 0  # of the number's end from its `e` on
 
     def after(self, text: bytes) -> Place:
         """The place behind more text.
@@ -33,7 +36,7 @@ class Place(NamedTuple):
             >>> Place().after(b'{"1":-12').number_len
             3
         """
-        in_string, escaped, length, digit = self
+        in_string, escaped, length, digit, exponent = self
         for byte in text:
             if in_string:
                 in_string = escaped or byte != 0x22
@@ -41,8 +44,9 @@ class Place(NamedTuple):
                 continue
             digit = byte in _DIGITS
             length = length + 1 if digit or (byte in _NUMBER and (length or byte == 0x2D)) else 0
+            exponent = exponent + digit if exponent and length else int(length > 0 and byte in b"eE")
             in_string = byte == 0x22
-        return Place(in_string, escaped, length, digit)
+        return Place(in_string, escaped, length, digit, exponent)
 
 
 class BoundedNumbers:
@@ -131,7 +135,8 @@ class BoundedMatcher:
 
     def _is_full(self) -> bool:
         place = self._places[-1]
-        return place.number_len >= self._grammar.max_len and place.after_digit
+        is_long = place.number_len >= self._grammar.max_len or place.exponent_len > _EXPONENT_DIGITS
+        return is_long and place.after_digit
 
     def _row(self) -> Bitmask:
         bitmask = self._grammar.going_on[None].copy()
