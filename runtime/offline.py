@@ -164,9 +164,16 @@ def _asked(own: Mapping[str, Any], asked: Mapping[str, Any], base: Sampling) -> 
     return sampling_from_mapping(fields, base), constraint
 
 
+_KINDS = {
+    "prompt": "a string or a list of strings",
+    "input_ids": "a list of token ids, or a list of such lists",
+    "sampling_params": "a mapping, or a list of mappings",
+}
+
+
 def _as_list(name: str, value: Any) -> list[Any]:
     if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Iterable):
-        raise InvalidParameter(f"{name} is {value!r}; expected a list", param=name)
+        raise InvalidParameter(f"{name} is {value!r}; expected {_KINDS[name]}", param=name)
     return list(value)
 
 

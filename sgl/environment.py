@@ -77,6 +77,19 @@ def with_environment(given: Mapping[str, Any], kind: type[msgspec.Struct]) -> di
     return {**found, **given}
 
 
+def export(given: Mapping[str, Any]) -> None:
+    """Set the variables of options for this process and its children, so that every engine in it takes them.
+
+    Example:
+        >>> export({"page_size": 4, "logit_processors": ("a:b",)})
+        >>> read("SGL_PAGE_SIZE"), read("SGL_LOGIT_PROCESSORS")
+        ('4', '["a:b"]')
+        >>> del os.environ["SGL_PAGE_SIZE"], os.environ["SGL_LOGIT_PROCESSORS"]
+    """
+    for option, value in given.items():
+        os.environ[variable_of(option)] = value if isinstance(value, str) else msgspec.json.encode(value).decode()
+
+
 def parse_option(text: str, annotation: Any, name: str) -> Any:
     """A value of type `annotation` from text: numbers and words as they are, `true`, `false`, `1` or `0` for what is
     on or off, tuples as JSON or with commas.

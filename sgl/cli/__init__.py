@@ -18,6 +18,7 @@ from sgl.cli import bench_paths, bench_program  # noqa: F401 - register their co
 from sgl.cli.bench import bench
 from sgl.cli.console import FAILED, Json, bytes_text, download_bar, guarded, say, show_json, show_table
 from sgl.cli.options import engine_options
+from sgl.environment import export
 from sgl.runtime.config import EngineConfig, config_from_mapping
 from sgl.runtime.loading.sources import KNOWN_MODELS, CachedModel, cache_folder, cached_models, locate
 
@@ -73,13 +74,13 @@ def run(
     *,
     engine: dict[str, Any],
 ) -> None:
-    """Run a program. Engine flags go before FILE.py; what follows it belongs to the program."""
+    """Run a program. Engine flags go before FILE.py and hold for every engine of the program that does not say
+    otherwise; what follows the file belongs to the program."""
     from sgl.cli.program import check_file, run_file
 
     path = check_file(file)
     config_from_mapping(engine)
-    if engine:
-        sgl.set_default_options(**engine)
+    export(engine)
     raise typer.Exit(run_file(path, args or []))
 
 
@@ -100,9 +101,10 @@ def trace(
 
     path = check_file(file)
     config_from_mapping(engine)
-    sgl.set_default_options(**{**engine, "trace_file": engine.get("trace_file") or output})
+    timeline = engine.get("trace_file") or output
+    export({**engine, "trace_file": timeline})
     status = run_file(path, args or [])
-    say(f"timeline: {engine.get('trace_file') or output} (open it in ui.perfetto.dev)")
+    say(f"timeline: {timeline} (open it in ui.perfetto.dev)")
     raise typer.Exit(status)
 
 

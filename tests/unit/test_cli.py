@@ -241,6 +241,18 @@ def test_run_applies_engine_flags_to_the_default_engine(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "128\n", "")
 
 
+def test_run_applies_engine_flags_to_engines_that_the_program_starts(tmp_path: Path) -> None:
+    text = (
+        "import sgl\nfor given in ({}, {'page_size': 2}):\n    with sgl.Engine(**given) as engine:\n"
+        "        resolved = engine.server_info()['resolved']\n"
+        "        print(resolved['num_pages'], resolved['page_size'])\n"
+    )
+    flags = ["--model-path", "dummy", "--max-total-tokens", "512", "--page-size", "4"]
+    command = [sys.executable, "-m", "sgl.cli", "run", *flags, write(tmp_path, text)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "128 4\n256 2\n", "")
+
+
 def test_run_on_a_model_that_does_not_exist(tmp_path: Path) -> None:
     text = "import sgl\n\n\n@sgl.function\ndef p(s):\n    s += 'x' + sgl.gen('a')\n\n\np.run()\n"
     command = [sys.executable, "-m", "sgl.cli", "run", "--model-path", "dumy", write(tmp_path, text)]
