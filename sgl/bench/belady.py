@@ -18,11 +18,12 @@ for the one that ends later without losing a hit). That is eviction of the token
 ancestor is used whenever its descendant is, so its next use is never later: with ties broken towards the deeper token,
 only leaves are evicted, and the optimum without the prefix rule obeys the rule.
 
-What it is, precisely: the exact maximum of hits in this model, except when an output repeats tokens that are cached
-already and those have descendants; the prefix rule can then cost hits that this bound still counts. Either way no
-policy hits more in the given order. An engine that runs requests at the same time pins all their tokens at once, so it
-has less freedom than the model. (It may also finish them in another order than it admitted them, which can gain single
-hits; that is the one way to be above the bound.)
+What it is, precisely: the exact maximum of hits in this model, except where a request uses, without being able to hit
+it, a token that an earlier request had and that has descendants: an output that repeats cached tokens, or a prompt that
+ends where another went on. Keeping the descendants then takes keeping that token for no hit of its own; the prefix rule
+can cost hits that this bound still counts. Either way no policy hits more in the given order. An engine that runs
+requests at the same time pins all their tokens at once, so it has less freedom than the model. (It may also finish them
+in another order than it admitted them, which can gain single hits; that is the one way to be above the bound.)
 """
 
 from __future__ import annotations
