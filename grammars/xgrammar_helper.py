@@ -11,6 +11,7 @@ answered by `{"ready": true}`; then one `{"kind": ..., ...}` at a time, answered
 from __future__ import annotations
 
 import json
+import os
 import resource
 import struct
 import sys
@@ -55,6 +56,7 @@ def main() -> None:
             _answer({"grammar": _compile(compiler, request).serialize_json()})
         except (RuntimeError, ValueError, MemoryError) as error:  # also what xgrammar raises
             _answer({"error": str(error) or type(error).__name__})
+    os._exit(0)  # nothing to tidy up, and torch would take seconds to do it
 
 
 def _compile(compiler: Any, request: dict[str, Any]) -> Any:
