@@ -170,7 +170,9 @@ def test_numbers_are_bounded() -> None:
     constant = COMPILER.compile(JsonSchema('{"enum":["12345678",123456789012]}', max_number_len=3))
     conformance.check_language(constant, WORLD, ["123456789012", '"12345678"'], ["123"])
     default = COMPILER.compile(JsonSchema('{"type":"number"}'))
-    conformance.check_language(default, WORLD, ["1" * 32, "-2.2250738585072014e-308"], ["1" * 40, "1e1001", "1.5E-00001"])
+    conformance.check_language(
+        default, WORLD, ["1" * 32, "-2.2250738585072014e-308"], ["1" * 40, "1e1001", "1.5E-00001"]
+    )
 
 
 def test_forced_text_is_canonical() -> None:
