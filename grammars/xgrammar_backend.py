@@ -30,6 +30,7 @@ from typing import Any
 
 import numpy as np
 
+from sgl.environment import inherited
 from sgl.errors import (
     ConfigError,
     ConstraintTooComplex,
@@ -188,7 +189,7 @@ class Helper:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            env=inherited(OMP_NUM_THREADS="1"),
         )
         self._finalizer = weakref.finalize(self, _end_process, self._process)
         if self._exchange(self._first, START_S) is None:
