@@ -11,7 +11,16 @@ from pathlib import Path
 
 import pytest
 
-from sgl.errors import ConfigError, EmptyPrompt, EngineDead, InvalidParameter, ModelNotFound, PromptTooLong, SglError
+from sgl.errors import (
+    ConfigError,
+    EmptyPrompt,
+    EngineDead,
+    InvalidParameter,
+    InvalidRegex,
+    ModelNotFound,
+    PromptTooLong,
+    SglError,
+)
 from sgl.runtime.engine import Engine
 
 GREEDY = {"max_new_tokens": 6, "temperature": 0}
@@ -124,7 +133,7 @@ def test_a_shared_prefix_is_prefilled_once(dummy_engine: Engine) -> None:
         ({"prompt": ["a", 5]}, InvalidParameter, "string or a list"),
         ({"prompt": "a", "sampling_params": 5}, InvalidParameter, "sampling_params is 5"),
         ({"prompt": "a", "sampling_params": {"stop": 5}}, InvalidParameter, "stop is 5"),
-        ({"prompt": "a", "sampling_params": {"regex": 5}}, InvalidParameter, "regex is 5"),
+        ({"prompt": "a", "sampling_params": {"regex": 5}}, InvalidRegex, "regex is 5"),
         ({"input_ids": 5}, InvalidParameter, "input_ids is 5"),
         ({"input_ids": [[1], 2]}, InvalidParameter, "input_ids is 2"),
         ({"input_ids": [2**70]}, InvalidParameter, "non-negative"),
