@@ -10,7 +10,6 @@ import logging
 import os
 import pickle
 import signal
-import socket
 import stat
 import subprocess
 import sys
@@ -548,34 +547,6 @@ def test_row_65_frames_that_are_no_messages_are_refused(dummy_engine: Engine, fr
         client._wake()
     assert dummy_engine.generate("x", GREEDY)["output_ids"] == before
     assert dummy_engine.ready
-
-
-def test_row_65_a_stranger_at_the_socket_gets_nowhere(dummy_engine: Engine) -> None:
-    before = dummy_engine.generate("x", GREEDY)["output_ids"]
-    num_files = len(os.listdir("/proc/self/fd"))
-    folder = dummy_engine._client._folder
-    with socket.socket(socket.AF_UNIX) as raw:
-        raw.connect(f"{folder}/{rendezvous.SOCKET}")
-        raw.sendall(pickle.dumps([os.getpid()] * 100))
-        assert dummy_engine.generate("x", GREEDY)["output_ids"] == before
-    context = zmq.Context()
-    peer = context.socket(zmq.PAIR)
-    peer.setsockopt(zmq.LINGER, 0)
-    peer.connect(rendezvous.address(folder))
-    peer.poll(100, zmq.POLLOUT)
-    for _ in range(3):
-        try:
-            peer.send(pickle.dumps(dict), zmq.NOBLOCK)
-        except zmq.Again:
-            break
-    assert dummy_engine.generate("x", GREEDY)["output_ids"] == before
-    assert peer.poll(0) == 0, "it hears nothing"
-    peer.close()
-    context.term()
-    assert dummy_engine.ready
-    patience = time.monotonic() + 40  # libzmq gives a stranger 30 s to say who it is before it hangs up
-    while len(os.listdir("/proc/self/fd")) > num_files and time.monotonic() < patience:
-        time.sleep(0.05)
 
 
 def test_logging_stays_quiet_when_all_is_well(dummy_engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
