@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import numpy as np
 
 from sgl.errors import InvalidConstraint
-from sgl.grammars.matcher import Bitmask, StopReason, bitmask_words
+from sgl.grammars.matcher import Bitmask, StopReason, bitmask_words, num_acceptable
 
 
 class Vocabulary:
@@ -151,11 +151,7 @@ class ChoicesMatcher:
 
     def validate_tokens(self, token_ids: Sequence[int]) -> int:
         """See `Matcher.validate_tokens`."""
-        scout = self.clone()
-        for index, token_id in enumerate(token_ids):
-            if not scout.accept(token_id):
-                return index
-        return len(token_ids)
+        return num_acceptable(self, token_ids)
 
     def rollback(self, num_tokens: int) -> None:
         """See `Matcher.rollback`.

@@ -39,7 +39,7 @@ from sgl.grammars.ebnf import to_lark
 from sgl.grammars.keywords import FORMATS, TABLES, Kind, Schema, Support, parse_schema, subschemas
 from sgl.grammars.lark import map_schemas
 from sgl.grammars.llguidance_tags import TagWriter
-from sgl.grammars.matcher import Bitmask, StopReason, bitmask_words
+from sgl.grammars.matcher import Bitmask, StopReason, bitmask_words, num_acceptable
 from sgl.grammars.regex import Dialect, translate
 from sgl.grammars.spec import Constraint, Ebnf, JsonSchema, Lark, Regex, StructuralTag
 from sgl.grammars.structural_tag import parse as parse_tag
@@ -313,15 +313,7 @@ class LLGuidanceMatcher:
 
     def validate_tokens(self, token_ids: Sequence[int]) -> int:
         """See `Matcher.validate_tokens`."""
-        taken = 0
-        try:
-            for token_id in token_ids:
-                if not self.accept(token_id):
-                    break
-                taken += 1
-        finally:
-            self.rollback(taken)
-        return taken
+        return num_acceptable(self, token_ids)
 
     def rollback(self, num_tokens: int) -> None:
         """See `Matcher.rollback`.

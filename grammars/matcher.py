@@ -67,6 +67,19 @@ class CompiledGrammar(Protocol):
         """A new matcher at the start."""
 
 
+def num_acceptable(matcher: Matcher, token_ids: Sequence[int]) -> int:
+    """`Matcher.validate_tokens` by trying: what was accepted is taken back, also when `accept` raises."""
+    taken = 0
+    try:
+        for token_id in token_ids:
+            if not matcher.accept(token_id):
+                break
+            taken += 1
+    finally:
+        matcher.rollback(taken)
+    return taken
+
+
 def bitmask_words(vocab_size: int) -> int:
     """Words in a bitmask row.
 

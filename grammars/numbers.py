@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from sgl.grammars.choices import Vocabulary, row_of, write_row
-from sgl.grammars.matcher import Bitmask, CompiledGrammar, Matcher, StopReason
+from sgl.grammars.matcher import Bitmask, CompiledGrammar, Matcher, StopReason, num_acceptable
 
 _DIGITS = frozenset(b"0123456789")
 _EXPONENT_DIGITS = 3
@@ -94,15 +94,7 @@ class BoundedMatcher:
 
     def validate_tokens(self, token_ids: Sequence[int]) -> int:
         """See `Matcher.validate_tokens`."""
-        taken = 0
-        try:
-            for token_id in token_ids:
-                if not self.accept(token_id):
-                    break
-                taken += 1
-        finally:
-            self.rollback(taken)
-        return taken
+        return num_acceptable(self, token_ids)
 
     def rollback(self, num_tokens: int) -> None:
         """See `Matcher.rollback`.

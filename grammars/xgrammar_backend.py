@@ -45,7 +45,7 @@ from sgl.grammars import ebnf, structural_tag
 from sgl.grammars.charsets import Range, complement, merged
 from sgl.grammars.choices import Vocabulary, write_row
 from sgl.grammars.keywords import FORMATS, TABLES, Kind, Schema, Support, parse_schema
-from sgl.grammars.matcher import Bitmask, StopReason, bitmask_words
+from sgl.grammars.matcher import Bitmask, StopReason, bitmask_words, num_acceptable
 from sgl.grammars.regex import Dialect, translate
 from sgl.grammars.spec import Constraint, Ebnf, JsonSchema, Regex, StructuralTag
 from sgl.grammars.xgrammar_helper import frame
@@ -419,15 +419,7 @@ class XGrammarMatcher:
 
     def validate_tokens(self, token_ids: Sequence[int]) -> int:
         """See `Matcher.validate_tokens`."""
-        taken = 0
-        try:
-            for token_id in token_ids:
-                if not self.accept(token_id):
-                    break
-                taken += 1
-        finally:
-            self.rollback(taken)
-        return taken
+        return num_acceptable(self, token_ids)
 
     def rollback(self, num_tokens: int) -> None:
         """See `Matcher.rollback`.
