@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from support.programs import gen, start, text
 from support.scripted import Rig, expected_greedy
 
 from sgl.errors import InternalError
-from sgl.lang.graph import Fork, Gen, Graph, LiteralText, ProgramOptions, Sampling, Text, Usage, ValueEvent
+from sgl.lang.graph import Fork, Usage, ValueEvent
 from sgl.runtime.cache_key import CacheKey, MediaIds
 from sgl.runtime.eviction import POLICIES, make_policy
 from sgl.runtime.radix import RadixTree
@@ -18,19 +19,6 @@ from sgl.runtime.radix import RadixTree
 
 def array(values: list[int]) -> np.ndarray:
     return np.asarray(values, dtype=np.int32)
-
-
-def text(id: int, value: str, branch: int = 0) -> Text:
-    return Text(id=id, branch=branch, segments=(LiteralText(value),))
-
-
-def gen(id: int, n: int, branch: int = 0, name: str = "x") -> Gen:
-    return Gen(id=id, branch=branch, name=name, sampling=Sampling(max_new_tokens=n, temperature=0.0, ignore_eos=True))
-
-
-def start(rig: Rig, program: int, *nodes: object, finish: bool = True, **options: object) -> None:
-    rig.core.open(program, ProgramOptions(**options))  # type: ignore[arg-type]
-    rig.core.submit(program, Graph(nodes=nodes), finish=finish)  # type: ignore[arg-type]
 
 
 def ask(rig: Rig, program: int, prompt: str, n: int, **options: object) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 
 import pytest
+from support.programs import gen, start, text
 from support.scripted import Rig, expected_greedy
 
 from sgl.errors import NeverFits, QueueFull, QueueTimeout, SglError
@@ -15,31 +16,12 @@ from sgl.lang.graph import (
     DoneEvent,
     FailedEvent,
     Fork,
-    Gen,
-    Graph,
     Join,
-    LiteralText,
-    ProgramOptions,
     Release,
-    Sampling,
     Select,
-    Text,
     ValueEvent,
 )
 from sgl.limits import Limits
-
-
-def text(id: int, value: str, branch: int = 0) -> Text:
-    return Text(id=id, branch=branch, segments=(LiteralText(value),))
-
-
-def gen(id: int, n: int, branch: int = 0, name: str = "x") -> Gen:
-    return Gen(id=id, branch=branch, name=name, sampling=Sampling(max_new_tokens=n, temperature=0.0, ignore_eos=True))
-
-
-def start(rig: Rig, program: int, *nodes: object, **options: object) -> None:
-    rig.core.open(program, ProgramOptions(**options))  # type: ignore[arg-type]
-    rig.core.submit(program, Graph(nodes=nodes), finish=True)  # type: ignore[arg-type]
 
 
 def ask(rig: Rig, program: int, prompt: str, n: int, **options: object) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
+from support.programs import start, text
 from support.scripted import Rig, expected_greedy, scripted_logits
 
 from sgl.errors import DeadlineExceeded, NeverFits, PromptTooLong, SglError, StateLost
@@ -38,18 +39,9 @@ from sgl.runtime.branch import Branch
 from sgl.runtime.program_run import ProgramRun
 
 
-def text(id: int, value: str, branch: int = 0) -> Text:
-    return Text(id=id, branch=branch, segments=(LiteralText(value),))
-
-
 def gen(id: int, branch: int = 0, n: int = 6, name: str = "x", **sampling: object) -> Gen:
     fields = {"max_new_tokens": n, "temperature": 0.0, **sampling}
     return Gen(id=id, branch=branch, name=name, sampling=Sampling(**fields))
-
-
-def start(rig: Rig, program: int, *nodes: object, finish: bool = True, **options: object) -> None:
-    rig.core.open(program, ProgramOptions(**options))
-    rig.core.submit(program, Graph(nodes=nodes), finish=finish)
 
 
 def values(rig: Rig, program: int) -> list[str]:

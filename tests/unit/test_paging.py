@@ -6,38 +6,23 @@ import math
 from collections.abc import Iterator
 
 import pytest
+from support.programs import gen, start, text
 from support.scripted import Rig, expected_greedy
 
 from sgl.errors import EngineBusy, InvalidParameter, PinBudgetExceeded, SglError
 from sgl.lang.graph import (
     DoneEvent,
     Fork,
-    Gen,
     Graph,
     Join,
     LiteralText,
-    ProgramOptions,
     Release,
-    Sampling,
     Select,
     Text,
     ValueEvent,
     Var,
 )
 from sgl.runtime.next_use import Lane, next_uses
-
-
-def text(id: int, value: str, branch: int = 0) -> Text:
-    return Text(id=id, branch=branch, segments=(LiteralText(value),))
-
-
-def gen(id: int, n: int, branch: int = 0, name: str = "x") -> Gen:
-    return Gen(id=id, branch=branch, name=name, sampling=Sampling(max_new_tokens=n, temperature=0.0, ignore_eos=True))
-
-
-def start(rig: Rig, program: int, *nodes: object, finish: bool = True) -> None:
-    rig.core.open(program, ProgramOptions())
-    rig.core.submit(program, Graph(nodes=nodes), finish=finish)  # type: ignore[arg-type]
 
 
 def greedy(prompt: str, n: int) -> str:
