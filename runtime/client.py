@@ -359,6 +359,7 @@ class WorkerClient:
                     except OSError:  # the terminal is gone; the engine is not
                         self._on_progress = None
             case Ready():
+                rendezvous.shut(self._folder)
                 self.info = {**message.info, "epoch": message.epoch}
                 self._started.set_result(None)
             case Failed():

@@ -50,6 +50,14 @@ def bind(socket: zmq.Socket[bytes]) -> str:
     )
 
 
+def shut(folder: str) -> None:
+    """Take the socket's name away once the one who was expected has come: from then on nobody can connect.
+
+    A connection of a stranger, even one that is never spoken to, would stay with libzmq as an open file.
+    """
+    (Path(folder) / SOCKET).unlink(missing_ok=True)
+
+
 def _places() -> Iterator[str]:
     try:
         yield tempfile.gettempdir()

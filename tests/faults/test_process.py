@@ -10,6 +10,7 @@ import logging
 import os
 import pickle
 import signal
+import socket
 import stat
 import subprocess
 import sys
@@ -547,6 +548,16 @@ def test_row_65_frames_that_are_no_messages_are_refused(dummy_engine: Engine, fr
         client._wake()
     assert dummy_engine.generate("x", GREEDY)["output_ids"] == before
     assert dummy_engine.ready
+
+
+def test_row_65_a_stranger_finds_no_door(dummy_engine: Engine) -> None:
+    """From the moment the worker has come; what connects to a listening socket stays open in it for as long as it likes."""
+    path = Path(dummy_engine._client._folder) / rendezvous.SOCKET
+    assert path.parent.is_dir()
+    assert not path.exists()
+    with socket.socket(socket.AF_UNIX) as stranger, pytest.raises(FileNotFoundError):
+        stranger.connect(str(path))
+    assert dummy_engine.generate("x", GREEDY)["output_ids"]
 
 
 def test_logging_stays_quiet_when_all_is_well(dummy_engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
