@@ -15,6 +15,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PYTEST := $(BIN)/python -m pytest --import-mode=importlib
+# Processes that share the suite, a file at a time: much of it waits for processes that start.
+WORKERS ?= 2
 
 help:
 	@echo "make demo | test | lint | test-slow | test-gpu | clean   (see README.md)"
@@ -42,7 +44,7 @@ lint: $(READY)
 	$(BIN)/mypy -p sgl
 
 test: lint
-	$(PYTEST) --doctest-modules -m "not gpu and not slow" sgl tests
+	$(PYTEST) --doctest-modules --numprocesses $(WORKERS) --dist loadfile -m "not gpu and not slow" sgl tests
 
 # What the suite leaves out: 10,000 operations of each state machine, and the long forms of the equality and oracle tests.
 test-slow: $(READY)
