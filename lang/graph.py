@@ -37,6 +37,8 @@ PROTOCOL = 1
 """Version of nodes and events; an executor refuses a graph with another number."""
 
 MAIN_BRANCH = 0
+ARGUMENTS = -1
+"""The branch of a `Var` that is a parameter of a compiled program: a hole, filled before the graph is executed."""
 
 
 class ToolSpec(msgspec.Struct, frozen=True):
@@ -108,12 +110,17 @@ class Media(NodeBase, frozen=True, tag="media"):
 
 
 class Gen(NodeBase, frozen=True, tag="gen"):
-    """Generate until a stop; the value is stored under `name` (unnamed ones get a name of their own)."""
+    """Generate until a stop; the value is stored under `name` (unnamed ones get a name of their own).
+
+    `next_text` is a hint that changes no value: literal text that is known to follow on the branch, whatever was
+    generated (`sgl.lang.passes.known_next`). An executor may speculate with it or compute it early.
+    """
 
     name: str
     sampling: Sampling = Sampling()
     constraint: Constraint | None = None
     tools: tuple[ToolSpec, ...] = ()
+    next_text: str = ""
 
 
 class Select(NodeBase, frozen=True, tag="select"):
@@ -229,6 +236,9 @@ class ProgramOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         stream: send `TextEvent` and `DeltaEvent` as text appears, not only values.
         want_text: `DoneEvent` carries the main branch's text.
         cache_salt: computed prefixes are shared with programs of the same salt only, for example one per tenant.
+        num_api_spec_tokens: API backends let a generation run on for so many tokens past its end, and match the surplus
+            against the program (see `sgl.lang.api.speculation`). Others have no use for it.
+        now: seconds since the epoch, the time that chat templates see; the clock's without it.
     """
 
     name: str = "program"
@@ -237,10 +247,16 @@ class ProgramOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     stream: bool = False
     want_text: bool = True
     cache_salt: str = ""
+    num_api_spec_tokens: int | None = None
+    now: float | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.cache_salt, str):
             raise InvalidParameter(f"cache_salt is {self.cache_salt!r}; expected a string", param="cache_salt")
+        if self.num_api_spec_tokens is not None:
+            check_integer("num_api_spec_tokens", self.num_api_spec_tokens, low=1)
+        if self.now is not None:
+            check_number("now", self.now, low=0.0)
 
 
 def encode(graph: Graph) -> bytes:
@@ -352,6 +368,14 @@ def validate(graph: Graph, live: Iterable[int] = (MAIN_BRANCH,), limits: Limits 
                         location=node.location,
                     )
                 roles[node.branch] = role if begin else None
+            case Text(segments=segments):
+                for segment in segments:
+                    if isinstance(segment, Var) and segment.branch == ARGUMENTS:
+                        raise InvalidProgram(
+                            f"argument {segment.name!r} has no value",
+                            hint="bind the arguments of a compiled program before it is executed",
+                            location=node.location,
+                        )
             case _:
                 pass
     return alive
