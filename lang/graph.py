@@ -329,6 +329,7 @@ def validate(graph: Graph, live: Iterable[int] = (MAIN_BRANCH,), limits: Limits 
     alive = set(live)
     used = set(alive)
     roles: dict[int, str | None] = {}
+    marked: dict[tuple[int, str], str | None] = {}
     last_id = -1
     for node in graph.nodes:
         if node.id <= last_id:
@@ -376,6 +377,10 @@ def validate(graph: Graph, live: Iterable[int] = (MAIN_BRANCH,), limits: Limits 
                             hint="bind the arguments of a compiled program before it is executed",
                             location=node.location,
                         )
+            case Mark(label=label):
+                marked[node.branch, label] = roles.get(node.branch)
+            case Rewind(label=label):
+                roles[node.branch] = marked.get((node.branch, label))  # of an earlier fragment's mark it is not known
             case _:
                 pass
     return alive
@@ -487,13 +492,19 @@ class TextEvent(msgspec.Struct, frozen=True, tag="text"):
 
 
 class DeltaEvent(msgspec.Struct, frozen=True, tag="delta"):
-    """More text of a running generation (streaming programs only)."""
+    """More text of a running generation (streaming programs only).
+
+    `token_ids` were drawn since the last delta: of what holds text back (half a character, the beginning of a stop)
+    they come first and their text later. `logprobs` are theirs, where the generation asks for them; a forced token
+    whose log-probability is not computed yet has none.
+    """
 
     node: int
     branch: int
     name: str
     text: str
     token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
 
 
 class ValueEvent(msgspec.Struct, frozen=True, tag="value", kw_only=True):

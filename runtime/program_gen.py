@@ -6,12 +6,14 @@ events are the program run's, which makes one of these for each `Gen` and asks i
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 from sgl.errors import EmptyPrompt
 from sgl.grammars.matcher import CompiledGrammar
 from sgl.grammars.partial_json import open_pointer
 from sgl.grammars.spec import JsonSchema
+from sgl.grammars.validation import CheckedGrammar
 from sgl.lang.graph import DeltaEvent, Gen, ProgramOptions, Usage, ValueEvent
 from sgl.runtime.branch import Branch
 from sgl.runtime.generation import Generation
@@ -51,6 +53,7 @@ class Drawing:
             )
         self.node = node
         self.branch = branch
+        self._grammar = grammar
         self._scheduler = services.scheduler
         self._streams = options.stream
         new_tokens = min(sampling.max_new_tokens, max(0, services.config.context_len - len(sequence)))
@@ -93,7 +96,15 @@ class Drawing:
         if not text and not ids:
             return None
         self.branch.num_streamed += len(text)
-        return DeltaEvent(node=self.node.id, branch=self.branch.id, name=self.node.name, text=text, token_ids=ids)
+        start = len(self._generation.output_ids) - len(ids)
+        return DeltaEvent(
+            node=self.node.id,
+            branch=self.branch.id,
+            name=self.node.name,
+            text=text,
+            token_ids=ids,
+            logprobs=output_logprobs(self.request, self._generation.logprobs, self.node.sampling, start),
+        )
 
     def finish(self) -> ValueEvent:
         """The value, once the request is done. What stays of the output is in the branch's state from now on."""
@@ -124,6 +135,19 @@ class Drawing:
             prompt_logprobs=prompt_logprobs(request, self.node.sampling),
             truncated_at=self._truncated_at(value),
         )
+
+    def value_check(self, event: ValueEvent) -> Callable[[], tuple[()]] | None:
+        """What checks the finished value, off the step loop, where its schema is not enforced in full. A value that
+        broke off is no JSON, which `truncated_at` says; the check raises `SchemaViolation`."""
+        grammar, matcher = self._grammar, self._generation.matcher
+        if not isinstance(grammar, CheckedGrammar) or matcher is None or not matcher.is_complete():
+            return None
+
+        def check() -> tuple[()]:
+            grammar.check(event.value)
+            return ()
+
+        return check
 
     def _truncated_at(self, value: str) -> str | None:
         """Where the budget broke off a value of a JSON schema."""

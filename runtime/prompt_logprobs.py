@@ -49,10 +49,13 @@ def prompt_logprobs(request: Request, sampling: Sampling) -> tuple[TokenLogprob,
     return tuple(entries)
 
 
-def output_logprobs(request: Request, drawn: Sequence[TokenLogprob], sampling: Sampling) -> tuple[TokenLogprob, ...]:
-    """The entries of the output, those of forced tokens, which have no log-probability yet, from the scores."""
+def output_logprobs(
+    request: Request, drawn: Sequence[TokenLogprob], sampling: Sampling, start: int = 0
+) -> tuple[TokenLogprob, ...]:
+    """The entries of the output from `start` on, those of forced tokens, which have no log-probability yet, from the
+    scores."""
     entries = []
-    for index, entry in enumerate(drawn):
+    for index, entry in enumerate(drawn[start:], start):
         position = request.prompt_len + index - 1
         if entry.logprob is None and position in request.logprobs:
             logprob, *given = request.logprobs[position]

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sgl.lang.graph import Fork, Gen, Graph, Join, LiteralText, Release, Role, Text, Var, validate
+from sgl.errors import InvalidProgram
+from sgl.lang.graph import Fork, Gen, Graph, Join, LiteralText, Mark, Release, Rewind, Role, Text, Var, validate
 from sgl.lang.passes import common_prefix, liveness, merge_text
 
 
@@ -119,3 +120,14 @@ def test_validate_is_used_before_submitting():
 
     with pytest.raises(InvalidProgram, match="does not exist"):
         validate(Graph(nodes=(gen(0, branch=1),)))
+
+
+def test_a_rewind_brings_the_role_of_its_mark_back():
+    def role(id: int, begin: bool) -> Role:
+        return Role(id=id, role="user", begin=begin)
+
+    validate(Graph(nodes=(Mark(id=0, label="m"), role(1, True), Rewind(id=2, label="m"), role(3, True))))
+    with pytest.raises(InvalidProgram, match="begins inside"):
+        validate(
+            Graph(nodes=(role(0, True), Mark(id=1, label="m"), role(2, False), Rewind(id=3, label="m"), role(4, True)))
+        )
