@@ -29,11 +29,14 @@ class JsonSchema(msgspec.Struct, frozen=True, tag="json_schema"):
     Args:
         whitespace: `compact` allows no space outside strings; `bounded` (default) at most one blank between tokens.
         max_number_len: characters of one number, unless the schema itself asks for a longer one.
+        unsupported: what happens to keywords that the backend does not enforce: `refuse` (default) the schema, or
+            `check` the value after decoding, which then may fail.
     """
 
     schema: str
     whitespace: str = "bounded"
     max_number_len: int = 32
+    unsupported: str = "refuse"
 
 
 class Choices(msgspec.Struct, frozen=True, tag="choices"):
@@ -66,15 +69,17 @@ Constraint: TypeAlias = Regex | JsonSchema | Choices | Ebnf | Lark | StructuralT
 
 PARAMETERS = ("regex", "json_schema", "ebnf", "lark", "structural_tag")
 """The names under which a request gives a constraint; at most one of them is set."""
+OPTIONS = ("unsupported",)
+"""The names of what a request may say about its constraint: `unsupported` goes with `json_schema`."""
 
 
 def constraint_of(given: Mapping[str, Any]) -> Constraint | None:
-    """The constraint that a request's parameters name (see `PARAMETERS`); others are not looked at.
+    """The constraint that a request's parameters name (see `PARAMETERS` and `OPTIONS`); others are not looked at.
 
     `json_schema` is text, a dict, or a Python type; `structural_tag` is text or a dict; the others are text.
 
     Raises:
-        InvalidParameter: two of them, or one that is no string where it must be one.
+        InvalidParameter: two of them, or an option that is unknown or goes with another constraint.
         InvalidConstraint: what cannot be read. Content is checked by `sgl.grammars.compiler`.
 
     Example:
@@ -84,17 +89,18 @@ def constraint_of(given: Mapping[str, Any]) -> Constraint | None:
         '{"type":"array","items":{"type":"integer"}}'
     """
     names = [name for name in PARAMETERS if given.get(name) is not None]
+    unsupported = _unsupported(given.get("unsupported"), names)
     if not names:
         return None
     if len(names) > 1:
         raise InvalidParameter(f"{names[0]} and {names[1]} are both given; one must go", param=names[1])
     name, value = names[0], given[names[0]]
     if name == "json_schema":
-        if isinstance(value, (str, dict, bool)):
-            return JsonSchema(canonical_schema(value))
-        from sgl.grammars.types import schema_of
+        if not isinstance(value, (str, dict, bool)):
+            from sgl.grammars.types import schema_of
 
-        return JsonSchema(canonical_schema(schema_of(value)))
+            value = schema_of(value)
+        return JsonSchema(canonical_schema(value), unsupported=unsupported)
     if name == "structural_tag":
         return structural_tag(value)
     kinds: dict[str, Callable[[str], Constraint]] = {"regex": Regex, "ebnf": Ebnf, "lark": Lark}
@@ -107,6 +113,20 @@ def constraint_of(given: Mapping[str, Any]) -> Constraint | None:
         except re.error as error:
             raise InvalidRegex(f"regex {value!r} cannot be compiled: {error}", param=name) from None
     return kinds[name](str(value))
+
+
+def _unsupported(given: Any, names: list[str]) -> str:
+    if given is None:
+        return "refuse"
+    if given not in ("refuse", "check"):
+        raise InvalidParameter(f"unsupported is {given!r}; expected 'refuse' or 'check'", param="unsupported")
+    if names != ["json_schema"]:
+        raise InvalidParameter(
+            "unsupported is given without json_schema",
+            hint="it says what to do with a schema's keywords",
+            param="unsupported",
+        )
+    return str(given)
 
 
 def structural_tag(tag: str | dict[str, Any]) -> StructuralTag:

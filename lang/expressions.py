@@ -121,6 +121,65 @@ def _items(value: Appendable) -> tuple[str | Expr, ...]:
 
 
 def check_name(name: object) -> str | None:
+@overload
+def gen(name: str | None = None, *, type: builtins.type[T], **sampling: Any) -> GenExpr[T]: ...
+@overload
+def gen(name: str | None = None, *, type: object, **sampling: Any) -> GenExpr[Any]: ...
+@overload
+def gen(
+    name: str | None = None,
+    *,
+    choices: Sequence[str],
+    choices_method: ChoicesSamplingMethod | str | None = None,
+    temperature: float | None = None,
+    seed: int | None = None,
+    list_append: bool = False,
+) -> SelectExpr: ...
+@overload
+def gen(
+    name: str | None = None,
+    max_tokens: int | None = None,
+    min_tokens: int | None = None,
+    n: int | None = None,
+    stop: str | Sequence[str] | None = None,
+    stop_token_ids: Sequence[int] | None = None,
+    stop_regex: str | Sequence[str] | None = None,
+    temperature: float | None = None,
+    top_p: float | None = None,
+    top_k: int | None = None,
+    min_p: float | None = None,
+    frequency_penalty: float | None = None,
+    presence_penalty: float | None = None,
+    ignore_eos: bool | None = None,
+    return_logprob: bool | None = None,
+    logprob_start_len: int | None = None,
+    top_logprobs_num: int | None = None,
+    return_text_in_logprobs: bool | None = None,
+    dtype: DType = None,
+    choices: None = None,
+    choices_method: None = None,
+    regex: str | None = None,
+    json_schema: Any = None,
+    *,
+    type: None = None,
+    constraint: Constraint | None = None,
+    list_append: bool = False,
+    ebnf: str | None = None,
+    lark: str | None = None,
+    structural_tag: str | dict[str, Any] | None = None,
+    seed: int | None = None,
+    repetition_penalty: float | None = None,
+    logit_bias: Mapping[int, float] | None = None,
+    no_stop_trim: bool | None = None,
+    skip_special_tokens: bool | None = None,
+    spaces_between_special_tokens: bool | None = None,
+    token_ids_logprob: Sequence[int] | None = None,
+    custom_logit_processor: str | None = None,
+    custom_params: Any = None,
+    unsupported: Literal["refuse", "check"] | None = None,
+    grammar_backend: Literal["auto", "llguidance", "xgrammar"] | None = None,
+    token_healing: bool | None = None,
+) -> GenExpr[str]: ...
     """A capture's name, or `None` for an unnamed one."""
     if name is None:
         return None
@@ -167,13 +226,39 @@ def _sampling(given: dict[str, Any], names: dict[str, str]) -> tuple[tuple[str, 
     return tuple(values.items())
 
 
-def _dtype(dtype: DType) -> str | None:
-    if dtype is None:
-        return None
-    name = dtype if isinstance(dtype, str) else getattr(dtype, "__name__", repr(dtype))
-    if name not in _DTYPES:
-        raise InvalidParameter(f"dtype is {dtype!r}; expected int, float, str or bool", param="dtype")
-    return name
+def _form(given: Mapping[str, Any], dtype: DType, tp: Any) -> tuple[Constraint | None, Form | None]:
+    """The constraint and the form of the value that a call's arguments say, checked against each other."""
+    named = [name for name, value in given.items() if value is not None and name != "unsupported"]
+    if tp is not None:
+        if dtype is not None or named:
+            raise InvalidParameter(
+                f"type and {'dtype' if dtype is not None else named[0]} are both given; one must go", param="type"
+            )
+        form = type_form(tp)
+        return form.constraint, form
+    explicit = given["constraint"]
+    others = [name for name in named if name != "constraint"]
+    if explicit is not None:
+        if others:
+            raise InvalidParameter(f"constraint and {others[0]} are both given; one must go", param=others[0])
+        if not isinstance(explicit, Constraint):
+            raise InvalidParameter(
+                f"constraint is {explicit!r}; expected one of sgl.grammars.spec (Regex, JsonSchema, ...)",
+                hint="give patterns and schemas with regex=, json_schema=, ebnf=, lark=, choices=",
+                param="constraint",
+            )
+    constraint = explicit if explicit is not None else constraint_of(given)
+        unsupported: what becomes of a keyword of `json_schema` that is not enforced while decoding: `refuse` (default)
+            the schema, or `check` the finished value, which fails with `SchemaViolation` when it is not valid.
+        grammar_backend: which backend compiles and checks the constraint, if not the engine's own.
+        token_healing: the last token of the text before is drawn anew where a longer one begins with it, so that the
+            value may begin inside a token: after `"http:"` the token `://` can be written.
+    form = dtype_form(dtype)
+    if form is not None:
+        if constraint is not None:
+            warnings.warn("dtype wins over the other constraint; give only one of them", stacklevel=3)
+        return form.constraint, form
+    return constraint, json_form(constraint) if isinstance(constraint, JsonSchema) else None
 
 
 # --- what users call ------------------------------------------------------------------------------------------------
@@ -197,6 +282,8 @@ def gen(
     return_logprob: bool | None = None,
     logprob_start_len: int | None = None,
     top_logprobs_num: int | None = None,
+        "unsupported": unsupported,
+        "constraint": constraint,
     return_text_in_logprobs: bool | None = None,
     dtype: DType = None,
     choices: Sequence[str] | None = None,
@@ -216,7 +303,10 @@ def gen(
     token_ids_logprob: Sequence[int] | None = None,
     custom_logit_processor: str | None = None,
     custom_params: Any = None,
-) -> GenExpr | SelectExpr:
+    unsupported: Literal["refuse", "check"] | None = None,
+    grammar_backend: Literal["auto", "llguidance", "xgrammar"] | None = None,
+    token_healing: bool | None = None,
+) -> GenExpr[Any] | SelectExpr:
     """Let the model continue; the text is captured under `name`.
 
     Args:
@@ -228,6 +318,8 @@ def gen(
             is not known. A stream of the name gives the list, once all are there.
         stop_regex: patterns that end the text like `stop`, as soon as they match.
         logprob_start_len: with log-probabilities also of the prompt, from this token of the state on.
+        "grammar_backend": grammar_backend,
+        "token_healing": token_healing,
         custom_logit_processor: one that the engine was started with, by name; `custom_params` is handed to it.
         dtype: `int`, `float`, `str` or `bool`: constrains the text; `s.value(name)` is the typed value.
         choices: the value is one of them (this is `select`).

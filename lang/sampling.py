@@ -112,6 +112,10 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, fo
             `return_logprob` on when it is not given.
         custom_logit_processor: name of a processor registered with the engine, and `custom_params`: what it is given,
             as canonical JSON text.
+        grammar_backend: what compiles and checks this generation's constraint: `llguidance`, `xgrammar`, or `auto` for
+            the engine's own.
+        token_healing: the last token of the text before may be drawn anew, so that a token over the seam can be
+            written; what is drawn begins with its text. Counted as `healed_tokens`.
 
     Raises:
         InvalidParameter: a value is not finite or out of range; `param` names the field.
@@ -150,6 +154,8 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, fo
     logprob_start_len: int = -1
     custom_logit_processor: str | None = None
     custom_params: str | None = None
+    grammar_backend: str = "auto"
+    token_healing: bool = False
 
     def __post_init__(self) -> None:
         limits = DEFAULT_LIMITS
@@ -184,6 +190,11 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, fo
         for token_id, bias in self.logit_bias:
             check_integer("logit_bias", token_id, low=0, high=2**31 - 1)
             check_number("logit_bias", bias, low=-100.0, high=100.0)
+        if self.grammar_backend not in _GRAMMAR_BACKENDS:
+            raise InvalidParameter(
+                f"grammar_backend is {_shown(self.grammar_backend)}; expected one of {', '.join(_GRAMMAR_BACKENDS)}",
+                param="grammar_backend",
+            )
         self._check_processor()
 
     def _check_processor(self) -> None:
@@ -217,6 +228,7 @@ _SWITCHES = (
     "skip_special_tokens",
     "spaces_between_special_tokens",
     "return_logprob",
+    "token_healing",
 )
 _ALIASES = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens"}
 

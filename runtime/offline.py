@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import msgspec
 
 from sgl.errors import EmptyPrompt, InternalError, InvalidParameter, SglError
-from sgl.grammars.spec import PARAMETERS, Constraint, constraint_of
+from sgl.grammars.spec import OPTIONS, PARAMETERS, Constraint, constraint_of
 from sgl.lang.graph import (
     DeltaEvent,
     DoneEvent,
@@ -179,7 +179,7 @@ def _as_list(name: str, value: Any) -> list[Any]:
 
 def _constraint(fields: dict[str, Any]) -> Constraint | None:
     """Take the constraint out of the sampling parameters."""
-    return constraint_of({name: fields.pop(name) for name in PARAMETERS if name in fields})
+    return constraint_of({name: fields.pop(name) for name in (*PARAMETERS, *OPTIONS) if name in fields})
 
 
 # --- running --------------------------------------------------------------------------------------------------------

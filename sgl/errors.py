@@ -38,6 +38,7 @@ back on the other side. Standard library and msgspec only, so that every room ma
     |   +-- InvalidLogits                NaN or no finite logit in one row; neighbours go on
     |   +-- ConstraintDeadEnd            the grammar allows no token
     |   +-- Truncated                    the typed value ended before it was complete; `partial` holds the text
+    |   +-- SchemaViolation              a value that was checked after decoding is not valid; `value` holds it
     +-- EngineDead                  503  the worker ended; every open program gets this
     +-- BenchError                  500  a measurement that cannot be made: a peer that fails, sides that differ
     +-- InternalError               500  a bug of ours
@@ -340,6 +341,13 @@ class Truncated(GenerationError):
     """A typed value ended before it was complete; `partial` holds the text so far."""
 
     code = "truncated"
+
+
+class SchemaViolation(GenerationError):
+    """A value checked after decoding breaks its schema: `value` is its text, `pointer` the place in it that is wrong,
+    `schema_pointer` the keyword that says so."""
+
+    code = "schema_violation"
 
 
 class EngineDead(SglError):
