@@ -15,14 +15,17 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol, TypeAlias, assert_never
 
-from sgl.errors import ConstraintTooComplex, InvalidConstraint, InvalidParameter
+import msgspec
+
+from sgl.errors import ConstraintTooComplex, InvalidConstraint, InvalidParameter, UnsupportedSchema
 from sgl.grammars import ebnf, lark, structural_tag
 from sgl.grammars.choices import ChoicesGrammar, Vocabulary
-from sgl.grammars.keywords import check_schema
+from sgl.grammars.keywords import check_schema, unenforced
 from sgl.grammars.matcher import CompiledGrammar
 from sgl.grammars.numbers import BoundedNumbers
 from sgl.grammars.regex import translate
 from sgl.grammars.spec import Choices, Constraint, Ebnf, JsonSchema, Lark, Regex, StructuralTag
+from sgl.grammars.validation import CheckedGrammar, Validator, loosened
 from sgl.limits import DEFAULT_LIMITS, Limits
 
 
@@ -40,6 +43,8 @@ class Backend(Protocol):
 
 BackendFactory: TypeAlias = Callable[[str, int, Sequence[int], Limits], Backend]
 WHITESPACE = ("compact", "bounded")
+_MAX_LOOSENED = 16
+"""Keywords of one schema that compiling may turn out not to enforce."""
 
 
 def _llguidance(tokenizer_json: str, vocab_size: int, eos_ids: Sequence[int], limits: Limits) -> Backend:
@@ -73,11 +78,15 @@ def check(constraint: Constraint, backend: str = "llguidance", limits: Limits = 
         case Regex(pattern=pattern):
             _check_text(pattern, "regex")
             translate(pattern, limits=limits)
-        case JsonSchema(schema=schema, whitespace=whitespace, max_number_len=max_number_len):
+        case JsonSchema(schema=schema, whitespace=whitespace, max_number_len=max_number_len, unsupported=unsupported):
             _check_whitespace(whitespace)
+            if unsupported not in ("refuse", "check"):
+                raise InvalidConstraint(f"unsupported is {unsupported!r}", hint="use one of refuse, check")
             if max_number_len < 1:
                 raise InvalidConstraint(f"max_number_len is {max_number_len}", hint="give at least 1")
             _check_text(schema, "JSON schema")
+            if unsupported == "check":
+                schema = loosened(schema, unenforced(schema, backend, limits), limits)
             check_schema(schema, backend, limits)
         case Choices(options=options):
             if not options:
@@ -167,6 +176,7 @@ class GrammarCompiler:
         self._cache_size = cache_size
         self._backends: dict[str, Backend] = {}
         self._backend_lock = threading.Lock()
+        self._validator = Validator(limits)
         self._cache: OrderedDict[tuple[str, Constraint], CompiledGrammar] = OrderedDict()
         self._cache_lock = threading.Lock()
 
@@ -204,6 +214,7 @@ class GrammarCompiler:
         with self._backend_lock:
             for backend in self._backends.values():
                 backend.close()
+        self._validator.close()
 
     def __len__(self) -> int:
         return len(self._cache)
@@ -217,10 +228,37 @@ class GrammarCompiler:
             backend = self._backends[name]
         if isinstance(constraint, Choices):
             return ChoicesGrammar(constraint.options, backend.vocabulary)
-        grammar = backend.compile(constraint)
-        if isinstance(constraint, JsonSchema):
-            return BoundedNumbers(grammar, backend.vocabulary, constraint.max_number_len)
-        return grammar
+        if not isinstance(constraint, JsonSchema):
+            return backend.compile(constraint)
+        if constraint.unsupported == "check":
+            return self._compile_loosened(constraint, backend, name)
+        return BoundedNumbers(backend.compile(constraint), backend.vocabulary, constraint.max_number_len)
+
+    def _compile_loosened(self, constraint: JsonSchema, backend: Backend, name: str) -> CompiledGrammar:
+        """What the backend can enforce of a schema, with a check of the whole; without one where it enforces all."""
+        whole = constraint.schema
+        schema = loosened(whole, unenforced(whole, name, self._limits), self._limits)
+        for _ in range(_MAX_LOOSENED):
+            check_schema(schema, name, self._limits)
+            try:
+                inner = backend.compile(msgspec.structs.replace(constraint, schema=schema))
+            except UnsupportedSchema as error:
+                if not error.details.get("pointer"):
+                    raise
+                schema = loosened(schema, [error.details["pointer"]], self._limits)  # what only compiling can tell
+            else:
+                break
+        else:
+            raise UnsupportedSchema(
+                f"more than {_MAX_LOOSENED} combinations of keywords in the JSON schema cannot be enforced by {name}",
+                hint="write them out",
+                pointer="",
+            )
+        grammar = BoundedNumbers(inner, backend.vocabulary, constraint.max_number_len)
+        if schema == loosened(whole, (), self._limits):
+            return grammar
+        self._validator.check_schema(whole)
+        return CheckedGrammar(grammar, whole, self._validator)
 
 
 def _backend_name(name: str) -> str:

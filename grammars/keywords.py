@@ -207,6 +207,14 @@ FORMATS["xgrammar"]["uuid"] = r"^[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}
 The patterns allow less than the standards where those bound a length that a regular expression would have to count (a
 host name of 253 bytes), and no leap second, which is only valid in two minutes of a year."""
 
+_UNCHECKED = frozenset(
+    [
+        *("dependencies", "additionalItems", "contentEncoding", "contentMediaType", "contentSchema", "nullable", "id"),
+        *("$recursiveRef", "$recursiveAnchor", "$vocabulary", "x-guidance"),
+    ]
+)
+"""Refused words that a validator of draft 2020-12 does not look at either."""
+
 _DECIDING = ("$ref", "const", "enum", "anyOf")
 _TYPES_OF = {
     **dict.fromkeys(("minLength", "maxLength", "pattern", "format"), ("string",)),
@@ -241,6 +249,22 @@ def check_schema(schema_text: str, backend: str = "llguidance", limits: Limits =
     if backend not in TABLES:
         raise InvalidConstraint(f"no keyword table for backend {backend!r}", hint=f"known: {', '.join(sorted(TABLES))}")
     _Check(parse_schema(schema_text, limits), backend, limits).run()
+
+
+def unenforced(schema_text: str, backend: str = "llguidance", limits: Limits = DEFAULT_LIMITS) -> list[str]:
+    """JSON pointers to what `backend` would not enforce and a validator would; what is inside another comes before it.
+
+    Raises:
+        InvalidSchema, ConstraintTooComplex: as `check_schema`.
+        UnsupportedSchema: what no validator of draft 2020-12 looks at either, or what would have to be fetched.
+
+    Example:
+        >>> unenforced('{"type": "array", "items": {"not": {"type": "null"}}, "uniqueItems": true}')
+        ['/uniqueItems', '/items/not']
+    """
+    check = _Check(parse_schema(schema_text, limits), backend, limits, found=[])
+    check.run()
+    return sorted(set(check.found or ()), reverse=True)
 
 
 def parse_schema(schema_text: str, limits: Limits = DEFAULT_LIMITS) -> Schema:
@@ -300,10 +324,12 @@ def _children(word: str, value: Any, backend: str) -> Iterator[tuple[str, Schema
 
 
 class _Check:
-    """One walk over one schema; `run` raises at the first fault."""
+    """One walk over one schema; `run` raises at the first fault. With `found`, pointers to what a validator can check
+    instead are put there and do not count as faults."""
 
-    def __init__(self, schema: Schema, backend: str, limits: Limits) -> None:
+    def __init__(self, schema: Schema, backend: str, limits: Limits, found: list[str] | None = None) -> None:
         self.schema = schema
+        self.found = found
         self.backend = backend
         self.table = TABLES[backend]
         self.limits = limits
@@ -339,20 +365,18 @@ class _Check:
         if row.support is Support.REFUSED:
             if is_vacuous(word, value, schema):
                 return
-            raise UnsupportedSchema(
-                f"{word!r} at {pointer} is not enforced by {self.backend}: {row.reason}", hint=row.hint, pointer=pointer
-            )
+            message = f"{word!r} at {pointer} is not enforced by {self.backend}: {row.reason}"
+            self.refuse(pointer, message, row.hint, checkable=word not in _UNCHECKED)
+            return
         self.value(pointer, row.kind, value)
         if row.support is Support.ANNOTATION:
             self.annotation(pointer, word)
         elif word == "$ref":
             self.resolve(pointer, value)
         elif word == "format" and value not in FORMATS[self.backend]:
-            raise UnsupportedSchema(
-                f"format {value!r} at {pointer} is not enforced by {self.backend}",
-                hint=f"use pattern or numeric bounds, or one of {', '.join(sorted(FORMATS[self.backend]))}",
-                pointer=pointer,
-            )
+            message = f"format {value!r} at {pointer} is not enforced by {self.backend}"
+            hint = f"use pattern or numeric bounds, or one of {', '.join(sorted(FORMATS[self.backend]))}"
+            self.refuse(pointer, message, hint)
         elif word == "pattern":
             self.pattern(pointer, value)
         elif word == "patternProperties":
@@ -403,9 +427,10 @@ class _Check:
         try:
             translate(pattern, dialect=Dialect.ECMA, limits=self.limits)
         except InvalidRegex as error:
-            wrong = "position" in error.details
-            kind = InvalidSchema if wrong else UnsupportedSchema
-            raise kind(f"the pattern at {pointer}: {error.message}", hint=error.hint, pointer=pointer) from None
+            message = f"the pattern at {pointer}: {error.message}"
+            if "position" in error.details:
+                raise InvalidSchema(message, hint=error.hint, pointer=pointer) from None
+            self.refuse(pointer, message, error.hint)
         except ConstraintTooComplex as error:
             raise ConstraintTooComplex(
                 f"the pattern at {pointer}: {error.message}", hint=error.hint, pointer=pointer
@@ -416,9 +441,9 @@ class _Check:
         words = [word for word in schema if self.table.get(word, _annotation()).support is Support.ENFORCED]
         words = [word for word in words if word not in ("$defs", "definitions")]
         alone = next((word for word in _DECIDING if word in words), None)
-        if alone and len(words) > 1:
-            other = next(word for word in words if word != alone)
-            self.ignored(pointer, other, f"it stands beside {alone!r}", "write it inside the branches or the $defs")
+        for other in words if alone else ():
+            if other != alone:
+                self.ignored(pointer, other, f"it stands beside {alone!r}", "write it inside the branches or the $defs")
         for word in words:
             kinds = _TYPES_OF.get(word)
             if kinds and schema.get("type") not in kinds:
@@ -428,23 +453,25 @@ class _Check:
                 if word in words:
                     self.ignored(pointer, word, "a pattern or format stands beside it", "write it into the pattern")
 
-    def ignored(self, pointer: str, word: str, why: str, hint: str) -> NoReturn:
-        raise UnsupportedSchema(
-            f"{word!r} at {pointer}/{_escaped(word)} is not enforced by {self.backend}: {why}",
-            hint=hint,
-            pointer=f"{pointer}/{_escaped(word)}",
-        )
+    def ignored(self, pointer: str, word: str, why: str, hint: str) -> None:
+        pointer = f"{pointer}/{_escaped(word)}"
+        self.refuse(pointer, f"{word!r} at {pointer} is not enforced by {self.backend}: {why}", hint)
+
+    def refuse(self, pointer: str, message: str, hint: str, *, checkable: bool = True) -> None:
+        """Raise that the backend would not enforce what is at `pointer`, or note that it is to be checked."""
+        if self.found is None or not checkable:
+            raise UnsupportedSchema(message, hint=hint, pointer=pointer)
+        self.found.append(pointer)
 
     def min_properties(self, pointer: str, value: float, schema: dict[str, Any]) -> None:
         required = schema.get("required")
         num_required = len(set(required)) if isinstance(required, list) else 0
         if value > num_required + 1:
-            raise UnsupportedSchema(
+            message = (
                 f"'minProperties' at {pointer} is {value}, but undeclared keys may repeat, so that only "
-                f"{num_required + 1} are certain to differ",
-                hint="name the properties in 'required'",
-                pointer=pointer,
+                f"{num_required + 1} are certain to differ"
             )
+            self.refuse(pointer, message, "name the properties in 'required'")
 
     def resolve(self, pointer: str, reference: str) -> str:
         """The pointer to the schema that a reference names."""

@@ -1,8 +1,8 @@
 """Regexes, JSON schemas, EBNF and structural tags on xgrammar.
 
-Owns the matcher protocol over `xgrammar.GrammarMatcher`, the form in which a constraint is handed to it, and the helper
-process that compiles. Called by `sgl.grammars.compiler`, which has checked the constraint before. xgrammar is optional;
-it is imported when this backend is first used.
+Owns the matcher protocol over `xgrammar.GrammarMatcher` and the form in which a constraint is handed to it. Called by
+`sgl.grammars.compiler`, which has checked the constraint before. xgrammar is optional; it is imported when this backend
+is first used, and compiles in a process of its own (`helper.py`).
 
 What differs from llguidance: white space `bounded` is at most one white-space character, which may be a line break; the
 text of special tokens in structural tags is ordinary text; there is no Lark.
@@ -16,21 +16,12 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import re
-import selectors
-import struct
-import subprocess
-import sys
-import threading
-import time
-import weakref
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from sgl.environment import inherited
 from sgl.errors import (
     ConfigError,
     ConstraintTooComplex,
@@ -44,16 +35,14 @@ from sgl.errors import (
 from sgl.grammars import ebnf, structural_tag
 from sgl.grammars.charsets import Range, complement, merged
 from sgl.grammars.choices import Vocabulary, write_row
+from sgl.grammars.helper import Helper
 from sgl.grammars.keywords import FORMATS, TABLES, Kind, Schema, Support, parse_schema
 from sgl.grammars.matcher import Bitmask, StopReason, bitmask_words, num_acceptable
 from sgl.grammars.regex import Dialect, translate
 from sgl.grammars.spec import Constraint, Ebnf, JsonSchema, Regex, StructuralTag
-from sgl.grammars.xgrammar_helper import frame
 from sgl.limits import Limits
 
 NAME = "xgrammar"
-START_S = 120.0
-"""Longest wait for the helper to import xgrammar, which imports torch."""
 
 _WHITESPACE: dict[str, dict[str, Any]] = {
     "compact": {"any_whitespace": False, "separators": [",", ":"]},
@@ -78,7 +67,11 @@ class Backend:
 
     def __init__(self, vocabulary: Vocabulary, limits: Limits) -> None:
         if not is_installed():
-            raise ConfigError("grammar_backend is 'xgrammar', which is not installed", hint="pip install xgrammar")
+            raise ConfigError(
+                "grammar_backend is 'xgrammar', which is not installed",
+                hint="pip install sgl[xgrammar]",
+                param="grammar_backend",
+            )
         import xgrammar
 
         self.limits = limits
@@ -91,7 +84,8 @@ class Backend:
             vocab_size=vocabulary.vocab_size,
             stop_token_ids=sorted(vocabulary.eos_ids),
         )
-        self.helper = Helper(self.tokenizer.serialize_json(), limits)
+        first = {"tokenizer": self.tokenizer.serialize_json()}
+        self.helper = Helper("sgl.grammars.xgrammar_helper", first, limits.max_compile_bytes)
 
     def compile(self, constraint: Constraint) -> Grammar:
         """Compile a constraint that has passed its checks.
@@ -102,7 +96,13 @@ class Backend:
         """
         import xgrammar
 
-        answer = self.helper.ask(self.request(constraint))
+        answer = self.helper.ask(self.request(constraint), self.limits.max_compile_s)
+        if answer is None:
+            raise ConstraintTooComplex(
+                f"{NAME} did not compile the constraint within {self.limits.max_compile_s:g} s and "
+                f"{self.limits.max_compile_bytes} bytes",
+                hint="lower its repeat counts and lengths",
+            )
         if "error" in answer:
             raise _fault(constraint, answer["error"])
         return Grammar(self, xgrammar.CompiledGrammar.deserialize_json(answer["grammar"], self.tokenizer))
@@ -147,93 +147,6 @@ class Backend:
 
         tree = msgspec.to_builtins(structural_tag.parse(constraint.tag, self.limits))
         return {"type": "structural_tag", "format": mapped(tree)}
-
-
-class Helper:
-    """The process that compiles, started when it is first asked and again after it was ended."""
-
-    def __init__(self, tokenizer: str, limits: Limits) -> None:
-        self._first = frame({"tokenizer": tokenizer, "max_bytes": limits.max_compile_bytes})
-        self._limits = limits
-        self._process: subprocess.Popen[bytes] | None = None
-        self._lock = threading.Lock()
-        self._finalizer: Any = None
-
-    def ask(self, request: dict[str, Any]) -> dict[str, Any]:
-        """One compilation; others wait for it.
-
-        Raises:
-            ConstraintTooComplex: it took too long, or the process died of it.
-        """
-        with self._lock:
-            if self._process is None:
-                self._start()
-            answer = self._exchange(frame(request), self._limits.max_compile_s)
-            if answer is None:
-                self._end()
-                raise ConstraintTooComplex(
-                    f"{NAME} did not compile the constraint within {self._limits.max_compile_s:g} s and "
-                    f"{self._limits.max_compile_bytes} bytes",
-                    hint="lower its repeat counts and lengths",
-                )
-            return answer
-
-    def close(self) -> None:
-        with self._lock:
-            self._end()
-
-    def _start(self) -> None:
-        # Output to standard error is the library's remarks on escapes; errors come back as answers.
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "sgl.grammars.xgrammar_helper"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env=inherited(OMP_NUM_THREADS="1"),
-        )
-        self._finalizer = weakref.finalize(self, _end_process, self._process)
-        if self._exchange(self._first, START_S) is None:
-            self._end()
-            raise InvalidConstraint(f"the process in which {NAME} compiles did not start", hint="see `sgl doctor`")
-
-    def _exchange(self, message: bytes, seconds: float) -> dict[str, Any] | None:
-        """Send a message and wait for the answer; `None` when it does not come in time, or at all."""
-        process = self._process
-        if process is None or process.stdin is None or process.stdout is None:
-            return None
-        try:
-            process.stdin.write(message)
-            process.stdin.flush()
-        except BrokenPipeError:
-            return None
-        deadline, received = time.monotonic() + seconds, b""
-        with selectors.DefaultSelector() as selector:
-            selector.register(process.stdout, selectors.EVENT_READ)
-            while len(received) < 4 or len(received) < 4 + struct.unpack("<I", received[:4])[0]:
-                if not selector.select(max(0.0, deadline - time.monotonic())):
-                    return None
-                more = os.read(process.stdout.fileno(), 1 << 20)
-                if not more:
-                    return None
-                received += more
-        answer: dict[str, Any] = json.loads(received[4:])
-        return answer
-
-    def _end(self) -> None:
-        if self._process is not None:
-            self._finalizer()
-            self._process = None
-
-
-def _end_process(process: subprocess.Popen[bytes]) -> None:
-    process.kill()
-    process.wait()
-    for stream in (process.stdin, process.stdout):
-        if stream is not None:
-            try:
-                stream.close()
-            except BrokenPipeError:
-                continue  # what was written to a process that is gone
 
 
 def _fault(constraint: Constraint, message: str) -> SglError:
