@@ -230,6 +230,7 @@ _SWITCHES = (
     "return_logprob",
     "token_healing",
 )
+_GRAMMAR_BACKENDS = ("auto", "llguidance", "xgrammar")
 _ALIASES = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens"}
 
 

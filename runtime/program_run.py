@@ -456,7 +456,8 @@ class ProgramRun:
             faults = self._services.faults
             if faults is not None and constraint is not None:
                 faults.reach("in_compile", self.options.name)
-            grammar = self._services.compiler.compile(constraint) if constraint is not None else None
+            backend = None if node.sampling.grammar_backend == "auto" else node.sampling.grammar_backend
+            grammar = self._services.compiler.compile(constraint, backend) if constraint is not None else None
             return *branch.encode_unit(), grammar
 
         small = constraint is None and text_len(branch.transcript.pending_pieces) < SMALL
@@ -524,7 +525,11 @@ class ProgramRun:
                 return
         event = work.finish()
         self._stream_text(work.branch)
-        self._done(work.branch, work.node, event)
+        if isinstance(work, Drawing) and (check := work.value_check(event)) is not None:
+            done = partial(self._guarded, work.branch, work.node, partial(self._done, event=event))
+            self._services.run_job(check, done, small=False)
+        else:
+            self._done(work.branch, work.node, event)
 
     # --- ends ---
 
