@@ -131,7 +131,10 @@ def parse(tp: type[T] | Any, text: str) -> T:
     target = _arguments(tp) if inspect.isroutine(tp) else tp
     try:
         if _is_msgspec(target):
-            return cast(T, msgspec.json.decode(text, type=target))
+            # What stands inside and is Pydantic's own comes through the hook.
+            return cast(
+                T, msgspec.json.decode(text, type=target, dec_hook=lambda own, v: _adapter(own).validate_python(v))
+            )
         return cast(T, _adapter(target).validate_json(text))
     except (msgspec.MsgspecError, ValueError) as error:
         first = str(error).replace("\n", " ")[:300]
@@ -146,7 +149,8 @@ def dump(tp: Any, value: Any) -> str:
         '[3]'
     """
     if _is_msgspec(tp):
-        return msgspec.json.encode(value).decode()
+        encoded = msgspec.json.encode(value, enc_hook=lambda own: _adapter(type(own)).dump_python(own, mode="json"))
+        return encoded.decode()
     return cast(bytes, _adapter(tp).dump_json(value)).decode()
 
 
