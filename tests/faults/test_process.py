@@ -551,7 +551,7 @@ def test_row_65_frames_that_are_no_messages_are_refused(dummy_engine: Engine, fr
 
 
 def test_row_65_a_stranger_finds_no_door(dummy_engine: Engine) -> None:
-    """From the moment the worker has come; what connects to a listening socket stays open in it for as long as it likes."""
+    """From when the worker has come: a connection to a listening socket stays open in it for as long as it likes."""
     path = Path(dummy_engine._client._folder) / rendezvous.SOCKET
     assert path.parent.is_dir()
     assert not path.exists()
