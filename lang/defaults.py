@@ -14,11 +14,13 @@ from typing import Any
 from sgl.errors import ConfigError, InvalidParameter
 from sgl.lang.backend import Backend
 from sgl.lang.graph import Sampling, sampling_from_mapping
+from sgl.lang.rendering import PlainRenderer, Renderer
 
 _lock = threading.RLock()
 _chosen: Backend | None = None
 _automatic: Backend | None = None
 _factory: Callable[[], Backend] | None = None
+_renderer_factory: Callable[[], Renderer] | None = None
 
 
 def register_default_backend(factory: Callable[[], Backend] | None) -> None:
@@ -26,6 +28,32 @@ def register_default_backend(factory: Callable[[], Backend] | None) -> None:
     global _factory
     with _lock:
         _factory = factory
+
+
+def register_default_renderer(factory: Callable[[], Renderer] | None) -> None:
+    """What counts tokens when no backend is given, without starting one (see `sgl.lang.rendering`)."""
+    global _renderer_factory
+    with _lock:
+        _renderer_factory = factory
+
+
+def default_renderer() -> Renderer:
+    """What counts tokens for the backend that programs use now; none is started for it.
+
+    Example:
+        >>> import sgl
+        >>> sgl.set_default_backend(sgl.MockBackend())
+        >>> default_renderer().name
+        'words'
+        >>> sgl.set_default_backend(None)
+    """
+    with _lock:
+        chosen, factory = _chosen, _renderer_factory
+    make = getattr(chosen, "renderer", None) if chosen is not None else factory
+    if make is None:
+        return PlainRenderer("an estimate of four characters per token")
+    renderer: Renderer = make()
+    return renderer
 
 
 def set_default_backend(backend: Backend | None) -> None:

@@ -23,6 +23,7 @@ from sgl.lang.backend import Backend
 from sgl.lang.defaults import default_backend, sampling_defaults
 from sgl.lang.expressions import refuse
 from sgl.lang.graph import ProgramOptions, Sampling, sampling_values
+from sgl.lang.inspection import Inspectable
 from sgl.lang.interpreter import Program
 from sgl.lang.state import ProgramState
 
@@ -70,7 +71,7 @@ def _check_backend(backend: object) -> None:
         raise InvalidParameter(f"backend is {backend!r}; expected an engine or another backend", param="backend")
 
 
-class SglFunction:
+class SglFunction(Inspectable):
     """A program: what `@function` makes. Behaves like the function it wraps (name, docstring, signature, methods).
 
     Example:

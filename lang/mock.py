@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 import threading
 import uuid
-import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
@@ -63,20 +62,16 @@ from sgl.lang.graph import (
     ValueEvent,
     validate,
 )
+from sgl.lang.rendering import PlainRenderer, Renderer, piece_id, words
 
 Answer: TypeAlias = Callable[[str, Gen], str]
 Answers: TypeAlias = Iterable[str] | Mapping[str, str | list[str]] | Answer
 
-_WORD = re.compile(r"\s*\S+|\s+")
 _SAMPLES = ("0", "0.5", '"text"', "True", "a", "A", "")
 
 
-def _tokens(text: str) -> list[str]:
-    return _WORD.findall(text)
-
-
 def _ids(text: str) -> tuple[int, ...]:
-    return tuple(zlib.crc32(word.encode("utf-8", "surrogatepass")) & 0xFFFF for word in _tokens(text))
+    return tuple(map(piece_id, words(text)))
 
 
 class MockBackend:
@@ -157,6 +152,10 @@ class MockBackend:
         """That this is the mock, and how many programs are open."""
         with self._lock:
             return {"backend": "mock", "epoch": self.epoch, "num_open": len(self._sessions)}
+
+    def renderer(self) -> Renderer:
+        """What counts as the mock does."""
+        return PlainRenderer("words", words, exact=True)
 
     def shutdown(self) -> None:
         """End; open programs fail with `EngineDead`. Idempotent."""
@@ -467,9 +466,9 @@ class MockSession:
             return
         sampling = node.sampling
         text, finish, matched = _cut(self._backend._answer(node, prompt), node)
-        words = _tokens(text)
+        spoken = words(text)
         if self._options.stream:
-            for word in words:
+            for word in spoken:
                 branch.text += word
                 self._emit(DeltaEvent(node.id, branch.id, node.name, word, _ids(word)))
         else:
@@ -484,7 +483,7 @@ class MockSession:
                 token_ids=_ids(text),
                 finish=finish,
                 matched=matched,
-                usage=self._used(prompt, len(words)),
+                usage=self._used(prompt, len(spoken)),
                 logprobs=tuple(TokenLogprob(id, 0.0) for id in _ids(text)) if sampling.return_logprob else (),
                 prompt_logprobs=_prompt_logprobs(prompt, sampling),
             ),
@@ -523,7 +522,7 @@ class MockSession:
         )
 
     def _used(self, prompt: str, completion: int) -> Usage:
-        num = len(_tokens(prompt))
+        num = len(words(prompt))
         return Usage(prompt_tokens=num, prefill_tokens=num, completion_tokens=completion)
 
     def _value(self, node: Gen | Select, event: ValueEvent) -> None:
@@ -544,11 +543,11 @@ def _prompt_logprobs(prompt: str, sampling: Sampling) -> tuple[TokenLogprob, ...
 def _cut(text: str, node: Gen) -> tuple[str, str, str | None]:
     """The answer up to the first stop or the budget of words; how it ended; the stop."""
     sampling = node.sampling
-    words = _tokens(text)
+    spoken = words(text)
     finish = "stop"
-    if len(words) > sampling.max_new_tokens:
-        text, finish = "".join(words[: sampling.max_new_tokens]), "length"
-    floor = len("".join(words[: sampling.min_new_tokens])) if sampling.min_new_tokens else 0
+    if len(spoken) > sampling.max_new_tokens:
+        text, finish = "".join(spoken[: sampling.max_new_tokens]), "length"
+    floor = len("".join(spoken[: sampling.min_new_tokens])) if sampling.min_new_tokens else 0
     for end in range(floor + 1, len(text) + 1) if sampling.stop or sampling.stop_regex else ():
         stops = [(end - len(stop), end) for stop in sampling.stop if text.endswith(stop, floor, end)]
         patterns = [re.compile(pattern).search(text, floor, end) for pattern in sampling.stop_regex]

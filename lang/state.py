@@ -130,8 +130,8 @@ class ProgramState:
     def _append_checked(self, other: object, location: SourceLocation | None) -> None:
         match other:
             case str():
+                other = str(other)  # of a subclass, its characters
                 if other:
-                    other = str(other)  # of a subclass, its characters
                     self._parts.append(other)
                     self._program.append(
                         Text(id=0, branch=self._branch, location=location, segments=(LiteralText(other),))

@@ -27,6 +27,7 @@ from sgl.runtime.config import EngineConfig, RuntimeOverride, config_from_mappin
 from sgl.runtime.loading.sources import check_model
 from sgl.runtime.messages import Cancel, FlushCache, GetStats, Override, ReadState, Submit
 from sgl.runtime.pinned import PinnedPrefix, pin
+from sgl.runtime.rendering import ModelRenderer, model_renderer
 
 log = logging.getLogger("sgl.engine")
 
@@ -113,6 +114,10 @@ class Engine:
         """The sampling fields that the model recommends (see `EngineConfig.sampling_defaults`)."""
         found: Mapping[str, Any] = self._client.info["sampling_defaults"]
         return found
+
+    def renderer(self) -> ModelRenderer:
+        """What counts and renders as this engine's model does, in this process (see `sgl.lang.rendering`)."""
+        return model_renderer(self.config)
 
     def override(self, *, why: str, **fields: Any) -> tuple[RuntimeOverride, ...]:
         """Change the running engine, all of `fields` or none; `server_info()` and `stats()` show what was changed.

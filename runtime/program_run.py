@@ -70,6 +70,7 @@ from sgl.runtime.selection import Selection, common_length
 from sgl.runtime.sequence import ProgramInfo, Request
 from sgl.runtime.sequence import Sequence as TokenSequence
 from sgl.runtime.services import Services
+from sgl.runtime.text.template import template_clock
 from sgl.runtime.text.tokenizer import Piece
 from sgl.runtime.text.transcript import Transcript
 
@@ -112,7 +113,7 @@ class ProgramRun:
         main = Branch(
             MAIN_BRANCH,
             self._scheduler.new_sequence(self._namespace, owner=self),
-            Transcript(services.tokenizer, services.config.rerender),
+            Transcript(services.tokenizer, services.config.rerender, template_clock(options.now)),
         )
         self._branches = {MAIN_BRANCH: main}
 
@@ -456,8 +457,7 @@ class ProgramRun:
             faults = self._services.faults
             if faults is not None and constraint is not None:
                 faults.reach("in_compile", self.options.name)
-            backend = None if node.sampling.grammar_backend == "auto" else node.sampling.grammar_backend
-            grammar = self._services.compiler.compile(constraint, backend) if constraint is not None else None
+            grammar = self._services.compiler.compile(constraint) if constraint is not None else None
             return *branch.encode_unit(), grammar
 
         small = constraint is None and text_len(branch.transcript.pending_pieces) < SMALL
@@ -525,11 +525,7 @@ class ProgramRun:
                 return
         event = work.finish()
         self._stream_text(work.branch)
-        if isinstance(work, Drawing) and (check := work.value_check(event)) is not None:
-            done = partial(self._guarded, work.branch, work.node, partial(self._done, event=event))
-            self._services.run_job(check, done, small=False)
-        else:
-            self._done(work.branch, work.node, event)
+        self._done(work.branch, work.node, event)
 
     # --- ends ---
 

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     )
     from sgl.lang.function import SglFunction, function
     from sgl.lang.mock import MockBackend
+    from sgl.lang.rendering import Renderer
     from sgl.lang.state import ProgramState, ProgramStateGroup
     from sgl.runtime.config import EngineConfig
     from sgl.runtime.engine import Engine
@@ -152,10 +153,22 @@ def _start_default_engine() -> Backend:
     return Engine(**fields)  # ends itself at exit
 
 
+def _load_default_renderer() -> Renderer:
+    from sgl.environment import with_environment
+    from sgl.runtime.config import EngineConfig, config_from_mapping
+    from sgl.runtime.rendering import model_renderer
+
+    with _options_lock:
+        fields = dict(_options)
+    return model_renderer(config_from_mapping(with_environment(fields, EngineConfig)))
+
+
 @functools.cache
 def _register_engine() -> None:
-    """Give the language its default backend: once, so that a factory registered later stays."""
-    importlib.import_module("sgl.lang.defaults").register_default_backend(_start_default_engine)
+    """Give the language its default backend and renderer: once, so that a factory registered later stays."""
+    defaults = importlib.import_module("sgl.lang.defaults")
+    defaults.register_default_backend(_start_default_engine)
+    defaults.register_default_renderer(_load_default_renderer)
 
 
 @atexit.register

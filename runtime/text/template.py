@@ -108,6 +108,21 @@ class ChatTemplate:
         return "".join(parts)
 
 
+def template_clock(now: float | None) -> dict[str, Any]:
+    """Variables of a chat template for which it is always `now`; none for the time of the clock.
+
+    Example:
+        >>> template_clock(None)
+        {}
+        >>> template_clock(0.0)["strftime_now"]("%Y") in ("1969", "1970")
+        True
+    """
+    if now is None:
+        return {}
+    moment = datetime.fromtimestamp(now)
+    return {"strftime_now": moment.strftime}
+
+
 # --- the budget -----------------------------------------------------------------------------------------------------
 
 _steps_left: ContextVar[list[int]] = ContextVar("chat_template_steps_left")

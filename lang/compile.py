@@ -1,0 +1,390 @@
+"""A program as an artefact: its graph with holes for the arguments, checked, optimized, and free of its Python code.
+
+Owns `CompiledProgram` (JSON and msgpack round trip, a stable hash, binding of arguments) and running it: one submission
+per run, no body, no thread per row. Made by `SglFunction.compile`. A compiled program does what the body does when it
+is run; a body whose control flow depends on values cannot be compiled, and the error names the line where it does.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import msgspec
+
+from sgl.errors import InvalidParameter, InvalidProgram, SglError, SourceLocation
+from sgl.lang import passes
+from sgl.lang.backend import Backend, Session
+from sgl.lang.checks import check
+from sgl.lang.dataflow import captures
+from sgl.lang.defaults import default_backend, sampling_defaults
+from sgl.lang.graph import (
+    ARGUMENTS,
+    MAIN_BRANCH,
+    PROTOCOL,
+    DoneEvent,
+    Event,
+    FailedEvent,
+    Gen,
+    Graph,
+    LiteralText,
+    ProgramOptions,
+    Release,
+    Sampling,
+    Segment,
+    Select,
+    Text,
+    Usage,
+    ValueEvent,
+    Var,
+    check_protocol,
+    digest,
+    meta_info,
+    sampling_values,
+)
+from sgl.lang.outputs import ListOutput, Output, read, renamed, variables_of
+from sgl.lang.tracing import trace_body
+
+if TYPE_CHECKING:
+    from sgl.lang.function import SglFunction
+
+
+class CompiledProgram(msgspec.Struct, frozen=True, kw_only=True):
+    """A program as data. Compiled with `fn.compile()`, or read with `CompiledProgram.load(path)`.
+
+    Attributes:
+        name: of the program.
+        parameters: the arguments that a run has to give.
+        graph: its nodes; a `Var` on the branch `ARGUMENTS` is a parameter.
+        outputs: what its variables are made of.
+
+    Example:
+        >>> import sgl
+        >>> @sgl.function
+        ... def capital(s, country):
+        ...     s += f"The capital of {country} is " + sgl.gen("city", stop=".")
+        >>> program = capital.compile()
+        >>> program.parameters, program.run(country="France", backend=sgl.MockBackend(["Paris."]))["city"]
+        (('country',), 'Paris')
+        >>> CompiledProgram.from_json(program.to_json()).digest == program.digest
+        True
+    """
+
+    name: str
+    parameters: tuple[str, ...]
+    graph: Graph
+    outputs: dict[str, Output]
+    num_api_spec_tokens: int | None = None
+    protocol: int = PROTOCOL
+
+    # --- as data ---
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 (hex) of what the program does: the same for programs that differ in source locations only."""
+        facts = [self.name, self.parameters, digest(self.graph), self.outputs, self.num_api_spec_tokens]
+        return hashlib.sha256(msgspec.msgpack.encode(facts, order="sorted")).hexdigest()
+
+    def to_json(self) -> bytes:
+        """The portable file form."""
+        return msgspec.json.encode(self)
+
+    def to_msgpack(self) -> bytes:
+        """The compact form."""
+        return msgspec.msgpack.encode(self)
+
+    @staticmethod
+    def from_json(data: bytes | str) -> CompiledProgram:
+        """The program in a JSON text.
+
+        Raises:
+            InvalidProgram: not a program, of another protocol, or one whose graph does not make sense.
+        """
+        return _checked(lambda: msgspec.json.decode(data, type=CompiledProgram))
+
+    @staticmethod
+    def from_msgpack(data: bytes) -> CompiledProgram:
+        """The program in msgpack bytes; raises like `from_json`."""
+        return _checked(lambda: msgspec.msgpack.decode(data, type=CompiledProgram))
+
+    def save(self, path: str | Path) -> None:
+        """Write it as indented JSON; a file that exists is replaced."""
+        Path(path).write_bytes(msgspec.json.format(self.to_json(), indent=2) + b"\n")
+
+    @staticmethod
+    def load(path: str | Path) -> CompiledProgram:
+        """Read what `save` wrote; raises like `from_json`."""
+        return CompiledProgram.from_json(Path(path).read_bytes())
+
+    # --- running ---
+
+    def bind(self, *args: Any, **arguments: Any) -> Graph:
+        """The graph with its arguments filled in: what a run submits.
+
+        Raises:
+            InvalidParameter: an argument is missing, unknown, given twice, or neither text nor a number.
+        """
+        if len(args) > len(self.parameters):
+            raise InvalidParameter(
+                f"{len(args)} arguments for {self.name}, which takes {len(self.parameters)}: {self.parameters}"
+            )
+        values = dict(zip(self.parameters, args, strict=False))
+        if twice := values.keys() & arguments.keys():
+            raise InvalidParameter(f"{self.name} got {min(twice)!r} twice", param=min(twice))
+        values.update(arguments)
+        for name in (*values, *self.parameters):
+            if name not in self.parameters or name not in values:
+                what = "is missing" if name in self.parameters else "is no parameter"
+                raise InvalidParameter(
+                    f"{name!r} {what}", hint=f"{self.name} takes {', '.join(self.parameters) or 'none'}", param=name
+                )
+            if isinstance(values[name], bool) or not isinstance(values[name], (str, int, float)):
+                raise InvalidParameter(f"{name} is {values[name]!r}; expected text or a number", param=name)
+
+        def fill(segment: Segment) -> Segment:
+            is_hole = isinstance(segment, Var) and segment.branch == ARGUMENTS
+            return LiteralText(str(values[segment.name])) if is_hole and isinstance(segment, Var) else segment
+
+        nodes = tuple(
+            msgspec.structs.replace(node, segments=tuple(map(fill, node.segments))) if isinstance(node, Text) else node
+            for node in self.graph.nodes
+        )
+        return passes.known_next(passes.merge_text(Graph(nodes=nodes)))
+
+    def run(
+        self,
+        *args: Any,
+        backend: Backend | None = None,
+        deadline_s: float | None = None,
+        cache_salt: str = "",
+        **arguments: Any,
+    ) -> CompiledRun:
+        """Run it and wait for its end.
+
+        Raises:
+            InvalidParameter: see `bind`; nothing was run.
+            SglError: the program failed; `location` is its line.
+        """
+        graph = self.bind(*args, **arguments)
+        run = self._start(graph, backend or default_backend(), self._options(deadline_s, cache_salt))
+        try:
+            return run.wait()
+        except BaseException:
+            run.cancel()
+            raise
+
+    def run_batch(
+        self,
+        rows: Sequence[Mapping[str, Any] | Sequence[Any]],
+        *,
+        backend: Backend | None = None,
+        deadline_s: float | None = None,
+        on_error: Literal["raise", "return"] = "raise",
+        cache_salt: str = "",
+    ) -> list[Any]:
+        """Run it for every row, all at once and without a thread for any of them; the runs in the order of the rows.
+
+        Args:
+            on_error: `raise` the first error and cancel the other rows; `return` it in the place of its row.
+        """
+        if on_error not in ("raise", "return"):
+            raise InvalidParameter(f"on_error is {on_error!r}; expected 'raise' or 'return'", param="on_error")
+        graphs = [self.bind(**row) if isinstance(row, Mapping) else self.bind(*row) for row in rows]
+        chosen = backend or default_backend()
+        options = self._options(deadline_s, cache_salt)
+        runs: list[CompiledRun] = []
+        results: list[Any] = []
+        try:
+            for graph in graphs:
+                runs.append(self._start(graph, chosen, options))
+            for run in runs:
+                try:
+                    results.append(run.wait())
+                except SglError as error:
+                    if on_error == "raise":
+                        raise
+                    results.append(error)
+        except BaseException:
+            for run in runs:
+                run.cancel()
+            raise
+        return results
+
+    def _options(self, deadline_s: float | None, cache_salt: str) -> ProgramOptions:
+        return ProgramOptions(
+            name=self.name,
+            deadline_s=deadline_s,
+            cache_salt=cache_salt,
+            num_api_spec_tokens=self.num_api_spec_tokens,
+        )
+
+    def _start(self, graph: Graph, backend: Backend, options: ProgramOptions) -> CompiledRun:
+        run = CompiledRun(self, graph)
+        run._session = backend.open(run._on_event, options)
+        run._session.submit(graph, finish=True)
+        return run
+
+
+def _checked(decode: Callable[[], CompiledProgram]) -> CompiledProgram:
+    try:
+        program = decode()
+    except msgspec.MsgspecError as error:
+        raise InvalidProgram(f"not a compiled program: {error}") from None
+    check_protocol(msgspec.structs.replace(program.graph, protocol=program.protocol))
+    check(program.graph, program.parameters)
+    made = captures(program.graph)
+    for name, output in program.outputs.items():
+        for variable in variables_of(output):
+            if variable.branch != ARGUMENTS and (variable.branch, variable.name) not in made:
+                raise InvalidProgram(f"output {name!r} reads {variable.name!r}, which nothing captures")
+    return program
+
+
+class CompiledRun:
+    """A run of a compiled program, ended: its values by name."""
+
+    def __init__(self, program: CompiledProgram, graph: Graph) -> None:
+        self._program = program
+        self._graph = graph
+        self._session: Session | None = None
+        self._changed = threading.Condition()
+        self._values: dict[tuple[int, str], ValueEvent] = {}
+        self._end: DoneEvent | FailedEvent | None = None
+
+    def __repr__(self) -> str:
+        return f"<CompiledRun {self._program.name}: {', '.join(self._program.outputs) or 'no values'}>"
+
+    def _on_event(self, event: Event) -> None:
+        with self._changed:
+            if isinstance(event, ValueEvent):
+                self._values[event.branch, event.name] = event
+            elif isinstance(event, (DoneEvent, FailedEvent)):
+                self._end = event
+                self._changed.notify_all()
+
+    def wait(self) -> CompiledRun:
+        """Wait until it has ended; itself.
+
+        Raises:
+            SglError: it failed.
+        """
+        with self._changed:
+            while self._end is None:
+                self._changed.wait()
+        if isinstance(self._end, FailedEvent):
+            error = SglError.from_info(self._end.error)
+            failed = self._end.node
+            raise error.at(next((node.location for node in self._graph.nodes if node.id == failed), None))
+        return self
+
+    def cancel(self) -> None:
+        """Stop it on the backend."""
+        if self._session is not None:
+            self._session.cancel()
+
+    def __getitem__(self, name: str) -> Any:
+        return read(self._output(name), self._value)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._program.outputs
+
+    def keys(self) -> Iterable[str]:
+        """The names of its values."""
+        return self._program.outputs.keys()
+
+    def get_meta_info(self, name: str) -> Any:
+        """How a value came about, as `ProgramState.get_meta_info`; a list of these after a join."""
+        return self._meta(self._output(name), name)
+
+    def text(self) -> str:
+        """The text of the main state, template text included."""
+        return self._done().text
+
+    @property
+    def usage(self) -> Usage:
+        """Tokens of the whole program."""
+        return self._done().usage
+
+    def _done(self) -> DoneEvent:
+        if not isinstance(self._end, DoneEvent):
+            raise InvalidProgram("the program has not ended", hint="call wait() first")
+        return self._end
+
+    def _output(self, name: str) -> Output:
+        found = self._program.outputs.get(name)
+        if found is None:
+            known = ", ".join(map(repr, self._program.outputs)) or "none"
+            raise InvalidParameter(f"{self._program.name} has no value {name!r}", hint=f"it has {known}", param="name")
+        return found
+
+    def _value(self, variable: Var) -> str:
+        return self._values[variable.branch, variable.name].value
+
+    def _meta(self, output: Output, name: str) -> Any:
+        if isinstance(output, ListOutput):
+            return [self._meta(item, name) for item in output.items]
+        if len(output.segments) != 1 or not isinstance(output.segments[0], Var):
+            raise InvalidProgram(f"{name!r} was not generated; it has no meta information")
+        variable = output.segments[0]
+        return meta_info(self._values[variable.branch, variable.name])
+
+
+def compile_function(
+    function: SglFunction,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    *,
+    independent: Collection[str] = (),
+    scores: bool | Collection[str] = True,
+    sampling: Mapping[str, Any] | None = None,
+    backend: Backend | None = None,
+) -> CompiledProgram:
+    """What `SglFunction.compile` does; see there."""
+    base = sampling_defaults(backend) if backend is not None else Sampling()
+    resolved = msgspec.structs.replace(base, **sampling_values(dict(sampling or {})))
+    trace = trace_body(function, args, kwargs, sampling=resolved)
+    again = trace_body(function, args, kwargs, sampling=resolved, rough=True)
+    if digest(again.graph) != digest(trace.graph) or again.outputs != trace.outputs:
+        raise InvalidProgram(
+            f"{function.__name__} does not append the same each time it is traced",
+            hint="it changes text that is not known yet (strip, replace, dedent, ...), or depends on something besides "
+            "its arguments; append texts as they are",
+            location=_first_difference(trace.graph, again.graph),
+        )
+    check(trace.graph, trace.parameters)
+    graph = passes.fork_groups(passes.independent(trace.graph, independent))
+    if scores is not True:
+        graph = passes.select_tries(graph, scores or ())
+    released = {node.branch for node in graph.nodes if isinstance(node, Release)}
+    dead = {node.branch for node in graph.nodes} - {MAIN_BRANCH, *released}
+    graph = passes.known_next(passes.liveness(passes.merge_text(graph), dead))
+    check(graph, trace.parameters)
+    names = _captured(trace.graph)
+    moved = dict(zip(names, _captured(graph), strict=True))
+    outputs = {
+        name: renamed(output, lambda v: moved.get(v, v))
+        for name, output in trace.outputs.items()
+        if all(variable in moved or variable.branch == ARGUMENTS for variable in variables_of(output))
+    }
+    return CompiledProgram(
+        name=trace.name,
+        parameters=trace.parameters,
+        graph=graph,
+        outputs=outputs,
+        num_api_spec_tokens=function.num_api_spec_tokens,
+    )
+
+
+def _captured(graph: Graph) -> list[Var]:
+    """Where each value is found, in program order."""
+    return [Var(node.name, node.branch) for node in graph.nodes if isinstance(node, (Gen, Select))]
+
+
+def _first_difference(one: Graph, other: Graph) -> SourceLocation | None:
+    for left, right in zip(one.nodes, other.nodes, strict=False):
+        if left != right:
+            return left.location
+    return one.nodes[-1].location if one.nodes else None

@@ -1,0 +1,103 @@
+"""Who waits for whom in a graph: which generation a variable reads, and what each node needs to have happened.
+
+Owns pure functions over whole programs (graphs that begin with the main branch). Passes, validation and explaining use
+them; the engine has its own, which also know fragments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from sgl.lang.graph import ARGUMENTS, Fork, Gen, Graph, Join, Select, Text, Var
+
+
+def parents(graph: Graph) -> dict[int, tuple[int, int]]:
+    """Per branch that a fork makes: the branch that it continues, and the position of the fork's node.
+
+    Example:
+        >>> parents(Graph(nodes=(Fork(id=0, children=(1, 2)),)))
+        {1: (0, 0), 2: (0, 0)}
+    """
+    return {
+        child: (node.branch, position)
+        for position, node in enumerate(graph.nodes)
+        if isinstance(node, Fork)
+        for child in node.children
+    }
+
+
+def captures(graph: Graph) -> dict[tuple[int, str], list[int]]:
+    """Positions of the generations and selects of each name on each branch, in order."""
+    found: dict[tuple[int, str], list[int]] = {}
+    for position, node in enumerate(graph.nodes):
+        if isinstance(node, (Gen, Select)):
+            found.setdefault((node.branch, node.name), []).append(position)
+    return found
+
+
+def variables(graph: Graph) -> Iterator[tuple[int, int, Var]]:
+    """Every variable that a text reads, arguments aside: position of the text, place in it, variable."""
+    for position, node in enumerate(graph.nodes):
+        if isinstance(node, Text):
+            for place, segment in enumerate(node.segments):
+                if isinstance(segment, Var) and segment.branch != ARGUMENTS:
+                    yield position, place, segment
+
+
+def source_of(
+    variable: Var,
+    at: int,
+    made: dict[tuple[int, str], list[int]],
+    lineage: dict[int, tuple[int, int]],
+) -> int | None:
+    """Position of the generation whose value a variable has for a text at position `at`; `None` when there is none.
+
+    It is the last one of that name on the variable's branch before the text, or else the first after it, which the text
+    waits for; on a branch that has none, what its parent had at the fork.
+
+    Args:
+        made, lineage: `captures` and `parents` of the graph.
+    """
+    branch, until = variable.branch, at
+    while True:
+        positions = made.get((branch, variable.name), [])
+        before = [position for position in positions if position < until]
+        if before:
+            return before[-1]
+        if positions and branch == variable.branch:
+            return positions[0]
+        if branch not in lineage:
+            return None
+        branch, until = lineage[branch]
+
+
+def sources(graph: Graph) -> dict[tuple[int, int], int | None]:
+    """`source_of` every variable, by position of the text and place in it."""
+    made, lineage = captures(graph), parents(graph)
+    return {(at, place): source_of(variable, at, made, lineage) for at, place, variable in variables(graph)}
+
+
+def needs(graph: Graph) -> list[set[int]]:
+    """Per position, the positions of the nodes that have to be done before.
+
+    Example:
+        >>> needs(Graph(nodes=(Fork(id=0, children=(1,)), Gen(id=1, branch=1, name="x"), Join(id=2, children=(1,)))))
+        [set(), {0}, {0, 1}]
+    """
+    last: dict[int, int] = {}
+    lineage = parents(graph)
+    found: list[set[int]] = []
+    reads: dict[int, set[int]] = {}
+    for (at, _), source in sources(graph).items():
+        if source is not None:
+            reads.setdefault(at, set()).add(source)
+    for position, node in enumerate(graph.nodes):
+        before = last.get(node.branch)
+        if before is None and node.branch in lineage:
+            before = lineage[node.branch][1]
+        needed = {before} if before is not None else set()
+        if isinstance(node, Join):
+            needed |= {last.get(child, lineage[child][1] if child in lineage else position) for child in node.children}
+        found.append(needed | reads.get(position, set()) - {position})
+        last[node.branch] = position
+    return found

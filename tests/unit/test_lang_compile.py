@@ -1,0 +1,187 @@
+"""Tracing and compiling: what a body appends, as a portable artefact that does the same."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import sgl
+from sgl.errors import GenerationError, InvalidParameter, InvalidProgram
+from sgl.lang.compile import CompiledProgram
+from sgl.lang.graph import Fork, Gen, Select
+
+
+def line_of(function: sgl.SglFunction, text: str) -> int:
+    """Number of the first line of a program's source that contains `text`."""
+    code = function.func.__code__
+    lines = Path(code.co_filename).read_text().splitlines()
+    return next(n for n, line in enumerate(lines, 1) if n > code.co_firstlineno and text in line)
+
+
+@sgl.function
+def judge(s, essay, aspects=("clarity", "style")):
+    s += sgl.system("You grade essays.")
+    s += sgl.user("Essay:\n" + essay)
+    forks = s.fork(len(aspects))
+    for f, aspect in zip(forks, aspects, strict=True):
+        f += sgl.user(f"Judge the {aspect}.")
+        f += sgl.assistant(sgl.gen("note", max_tokens=8))
+    forks.join()
+    s += sgl.user("\n".join(s["note"]) + f"\nGrade of {essay}:")
+    with s.var_scope("verdict"):
+        s += sgl.assistant(sgl.select("grade", choices=["A", "B"]))
+
+
+def mock() -> sgl.MockBackend:
+    return sgl.MockBackend({"note": ["clear", "dull"]}, choices={"grade": "B"})
+
+
+def test_compiled_is_interpreted():
+    interpreted = judge.run("On tea", backend=mock())
+    program = judge.compile()
+    run = program.run("On tea", backend=mock())
+    assert run.text() == interpreted.text()
+    for name in ("note", "grade", "verdict"):
+        assert run[name] == interpreted[name]
+    assert [meta["finish_reason"] for meta in run.get_meta_info("note")] == [{"type": "stop"}] * 2
+    assert run.get_meta_info("grade")["probabilities"] == interpreted.probabilities("grade")
+    assert program.parameters == ("essay",)
+    assert list(run.keys()) == ["note", "grade", "verdict"]
+
+
+def test_one_submission_and_no_body():
+    backend = mock()
+    judge.compile(essay="On tea").run(backend=backend)
+    assert len(backend.graphs) == 1
+    assert sum(isinstance(node, Fork) for node in backend.graphs[0].nodes) == 1
+
+
+def test_round_trips_and_a_hash_that_knows_what_matters(tmp_path: Path):
+    program = judge.compile()
+    assert CompiledProgram.from_json(program.to_json()) == program
+    assert CompiledProgram.from_msgpack(program.to_msgpack()) == program
+    program.save(tmp_path / "judge.json")
+    loaded = CompiledProgram.load(tmp_path / "judge.json")
+    assert loaded.digest == program.digest == judge.compile().digest
+    assert loaded.run("On tea", backend=mock())["verdict"] == "B"
+    assert judge.compile(aspects=("clarity",)).digest != program.digest
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ((b'"essay"', b'"assay"'), "is no parameter|is missing"),
+        ((b'"protocol":1', b'"protocol":9'), "graph protocol|not a"),
+        ((b'"name":"note"', b'"name":"nota"'), "nothing captures"),
+        ((b"{", b"["), "not a compiled program"),
+    ],
+)
+def test_a_file_that_makes_no_sense_is_refused(change: tuple[bytes, bytes], message: str):
+    data = judge.compile().to_json()
+    with pytest.raises(InvalidProgram, match=message):
+        CompiledProgram.from_json(data.replace(*change, 1))
+
+
+def test_arguments_are_checked():
+    program = judge.compile()
+    wrong = [({}, "missing"), ({"essay": "x", "topic": "y"}, "no parameter"), ({"essay": []}, "text")]
+    for arguments, message in wrong:
+        with pytest.raises(InvalidParameter, match=message):
+            program.bind(**arguments)
+    with pytest.raises(InvalidParameter, match="twice"):
+        program.bind("x", essay="y")
+
+
+@sgl.function
+def branching(s, topic):
+    s += "About " + topic + ": " + sgl.gen("a", max_tokens=3)
+    if s["a"] == "x":
+        s += "never"
+
+
+@sgl.function
+def measuring(s, topic):
+    s += "Of length "
+    s += str(len(topic))
+
+
+@sgl.function
+def trimming(s, topic):
+    s += f"{topic} is it".upper().strip() + sgl.gen("a")
+
+
+@sgl.function
+def looking(s, topic):
+    s += {"tea": "hot"}[topic]
+
+
+@sgl.function
+def dividing(s, topic):
+    s += "one"
+    s += str(1 / 0)
+
+
+@pytest.mark.parametrize(
+    ("program", "message", "line"),
+    [
+        (branching, "value of 'a' is not known.*a comparison", "if s["),
+        (measuring, "argument 'topic' is not known.*len()", "len(topic)"),
+        (trimming, "does not append the same|changed by a string function", "upper"),
+        (looking, "a lookup needs it", "hot"),
+        (dividing, "raised ZeroDivisionError", "1 / 0"),
+    ],
+)
+def test_what_cannot_be_compiled_names_its_line(program: sgl.SglFunction, message: str, line: str):
+    with pytest.raises(InvalidProgram, match=message) as caught:
+        program.compile()
+    assert caught.value.location is not None
+    assert caught.value.location.line == line_of(program, line)
+
+
+def test_formats_of_what_is_not_known():
+    @sgl.function
+    def program(s, x):
+        s += "%s and " % x + f"{x} or {x}"  # noqa: UP031 - it is what is tested
+        s += f"{x:>10}"
+
+    with pytest.raises(InvalidProgram, match="format '>10'"):
+        program.trace()
+    assert program.trace("tea").graph.nodes[0].segments[0].text == "tea and tea or tea       tea"
+
+
+def test_assumed_values_lead_the_trace_through_control_flow():
+    trace = branching.trace("tea", assume={"a": "x"})
+    assert "never" in str(trace)
+    with pytest.raises(InvalidProgram, match="which chooses between"):
+        judge.trace("tea", assume={"grade": "C"})
+
+
+def test_independent_generations_and_lazy_selects():
+    @sgl.function
+    def card(s, text):
+        s += text + "\nName: " + sgl.gen("name", max_tokens=4)
+        s += "\nJob: " + sgl.gen("job", max_tokens=4)
+        s += "\nSex: " + sgl.select("sex", choices=["f", "m"])
+
+    answers = {"name": "Ada", "job": "analyst"}
+    plain = card.compile().run("Ada, analyst", backend=sgl.MockBackend(answers))
+    program = card.compile(independent=["name", "job"], scores=False)
+    backend = sgl.MockBackend(answers)
+    run = program.run("Ada, analyst", backend=backend)
+    assert (run.text(), run["name"], run["job"]) == (plain.text(), "Ada", "analyst")
+    assert dict(backend.prompts)["job"] == "Ada, analyst\nName: \nJob: "
+    nodes = backend.graphs[0].nodes
+    assert {node.branch for node in nodes if isinstance(node, Gen)} == {1, 2}
+    assert [node.all_scores for node in nodes if isinstance(node, Select)] == [False]
+
+
+def test_errors_of_a_run_and_of_a_row():
+    backend = sgl.MockBackend({"note": ["1", "2", "3"]})
+    program = judge.compile()
+    results = program.run_batch([["a"], {"essay": "b"}], backend=backend, on_error="return")
+    assert results[0]["note"] == ["1", "2"]
+    assert isinstance(results[1], GenerationError)
+    assert results[1].location.line == line_of(judge, "sgl.gen(")
+    with pytest.raises(GenerationError):
+        program.run_batch([["a"], ["b"]], backend=sgl.MockBackend({"note": ["1", "2"]}))
