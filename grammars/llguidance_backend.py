@@ -5,7 +5,8 @@ it. Called by `sgl.grammars.compiler`, which has checked the constraint before.
 
 Where the library and the protocol differ, the protocol holds:
 
-* End of sequence is kept here and never shown to the library, which refuses it once a match is final.
+* End of sequence is kept apart (`engine_matcher.py`) and never shown to the library, which refuses it once a match is
+  final.
 * The library's mask narrows a forced position to the canonical token, while its `consume` takes any split of the same
   text. Here both say the same: at a forced position only the canonical token is allowed.
 * An id outside the vocabulary, or rolling back too far, puts the library's matcher into an error for good; both are
@@ -33,13 +34,14 @@ from sgl.errors import (
     SglError,
     UnsupportedSchema,
 )
-from sgl.grammars.choices import Vocabulary, write_row
+from sgl.grammars.choices import Vocabulary
 from sgl.grammars.ebnf import parse as parse_ebnf
 from sgl.grammars.ebnf import to_lark
+from sgl.grammars.engine_matcher import EngineMatcher
 from sgl.grammars.keywords import FORMATS, TABLES, Kind, Schema, Support, parse_schema, subschemas
 from sgl.grammars.lark import map_schemas
 from sgl.grammars.llguidance_tags import TagWriter
-from sgl.grammars.matcher import Bitmask, StopReason, bitmask_words, num_acceptable
+from sgl.grammars.matcher import Bitmask, StopReason, bitmask_words
 from sgl.grammars.regex import Dialect, translate
 from sgl.grammars.spec import Constraint, Ebnf, JsonSchema, Lark, Regex, StructuralTag
 from sgl.grammars.structural_tag import parse as parse_tag
@@ -73,6 +75,7 @@ class Backend:
     def __init__(self, tokenizer_json: str, vocab_size: int, eos_ids: Sequence[int], limits: Limits) -> None:
         known = _largest_id(tokenizer_json) + 1
         self.limits = limits
+        self._executors: dict[int, Any] = {}
         self.num_words = bitmask_words(max(known, vocab_size))
         self.tokenizer = llguidance.LLTokenizer(
             tokenizer_json, n_vocab=max(known, vocab_size), eos_token=list(eos_ids) or None
@@ -131,7 +134,22 @@ class Backend:
         return grammar
 
     def close(self) -> None:
-        """Nothing to give back: everything is in this process."""
+        """End the threads that computed masks."""
+        self._executors.clear()
+
+    def compute_rows(self, matchers: Sequence[tuple[Any, int]], rows: Bitmask, num_threads: int) -> None:
+        """The library's masks of (its matcher, row), in `rows`, shape `[n, num_words]`."""
+        if num_threads not in self._executors:
+            self._executors[num_threads] = llguidance.LLExecutor(num_threads=num_threads)
+        self._executors[num_threads].unsafe_compute_mask_ptr(
+            list(matchers), rows.ctypes.data, rows.strides[0], len(rows)
+        )
+
+    def without_ends(self, rows: Bitmask) -> Bitmask:
+        """Rows as the library computed them, cut to the model's vocabulary and without end-of-sequence ids."""
+        rows = rows[:, : len(self.vocabulary.eos_row)]
+        rows &= ~self.vocabulary.eos_row
+        return rows
 
     def lark(self, constraint: Ebnf | Lark | StructuralTag) -> str:
         """A grammar in the library's dialect."""
@@ -283,56 +301,36 @@ class Grammar:
             return LLGuidanceMatcher(self.backend, self._start.deep_copy())
 
 
-class LLGuidanceMatcher:
-    """Follows one sequence. `_num_tokens` counts what the library has consumed, `_num_eos` what came after."""
+class LLGuidanceMatcher(EngineMatcher):
+    """Follows one sequence through `llguidance.LLMatcher`."""
 
     def __init__(self, backend: Backend, inner: Any, num_tokens: int = 0, num_eos: int = 0) -> None:
+        super().__init__(backend.vocabulary, num_tokens, num_eos)
         self._backend = backend
-        self._inner = inner
-        self._num_tokens = num_tokens
-        self._num_eos = num_eos
+        self._library = inner
         self._forced: list[int] | None = None
-        self._row: Bitmask | None = None
 
-    def fill(self, bitmask: Bitmask, row: int) -> None:
-        """See `Matcher.fill`."""
-        write_row(bitmask, row, self._allowed())
-
-    def accept(self, token_id: int) -> bool:
-        """See `Matcher.accept`."""
-        if token_id in self._backend.vocabulary.eos_ids:
-            if not self.is_complete():
-                return False
-            self._num_eos += 1
-            return True
-        if not self._is_allowed(token_id) or self._inner.try_consume_tokens([token_id]) != 1:
-            return False
-        self._num_tokens += 1
-        self._moved()
-        return True
-
-    def validate_tokens(self, token_ids: Sequence[int]) -> int:
-        """See `Matcher.validate_tokens`."""
-        return num_acceptable(self, token_ids)
-
-    def rollback(self, num_tokens: int) -> None:
-        """See `Matcher.rollback`.
-
-        Raises:
-            ValueError: more tokens than were accepted.
-        """
-        if not 0 <= num_tokens <= self._num_tokens + self._num_eos:
-            raise ValueError(f"rollback of {num_tokens} tokens; {self._num_tokens + self._num_eos} were accepted")
-        ends = min(num_tokens, self._num_eos)
-        self._num_eos -= ends
-        if num_tokens > ends:
-            self._inner.rollback(num_tokens - ends)
-            self._num_tokens -= num_tokens - ends
-            self._moved()
+    @staticmethod
+    def prepare(matchers: Sequence[LLGuidanceMatcher], num_threads: int) -> None:
+        """Compute the rows of many matchers together (see `sgl.grammars.matcher.prepare`)."""
+        by_backend: dict[int, list[LLGuidanceMatcher]] = {}
+        for matcher in matchers:
+            if (
+                matcher._row is None and not matcher._num_eos and not matcher._library.is_stopped()
+            ):  # an error is a stop
+                by_backend.setdefault(id(matcher._backend), []).append(matcher)
+        for group in by_backend.values():
+            backend = group[0]._backend
+            rows = np.zeros((len(group), backend.num_words), dtype=np.int32)
+            backend.compute_rows([(matcher._library, i) for i, matcher in enumerate(group)], rows, num_threads)
+            for matcher, row in zip(group, backend.without_ends(rows), strict=True):
+                if matcher._library.is_error():
+                    row[:] = 0
+                matcher._row = matcher._with_ends(row)
 
     def clone(self) -> LLGuidanceMatcher:
         """See `Matcher.clone`."""
-        return LLGuidanceMatcher(self._backend, self._inner.deep_copy(), self._num_tokens, self._num_eos)
+        return LLGuidanceMatcher(self._backend, self._library.deep_copy(), self._num_tokens, self._num_eos)
 
     def forced_tokens(self) -> list[int]:
         """See `Matcher.forced_tokens`."""
@@ -342,59 +340,59 @@ class LLGuidanceMatcher:
 
     def is_complete(self) -> bool:
         """See `Matcher.is_complete`."""
-        return not self._inner.is_error() and bool(self._inner.is_accepting())
+        return not self._library.is_error() and bool(self._library.is_accepting())
 
     def stop_reason(self) -> StopReason:
         """See `Matcher.stop_reason`."""
         if self._num_eos:
             return StopReason.EOS
-        if self._inner.is_error():
+        if self._library.is_error():
             return StopReason.LIMIT
         complete = self.is_complete()
-        if not self._inner.is_stopped():
-            if not complete and self._backend.vocabulary.covers_bytes:
+        if not self._library.is_stopped():
+            if not complete and self._vocabulary.covers_bytes:
                 return StopReason.NOT_STOPPED
-            if (self._allowed() & ~self._backend.vocabulary.eos_row).any():
+            if (self._allowed() & ~self._vocabulary.eos_row).any():
                 return StopReason.NOT_STOPPED
-            if self._inner.is_error():
+            if self._library.is_error():
                 return StopReason.LIMIT
         return StopReason.COMPLETE if complete else StopReason.DEAD_END
 
     def error(self) -> str:
         """The library's message when a limit was hit; empty otherwise."""
-        return str(self._inner.get_error()) if self._inner.is_error() else ""
+        return str(self._library.get_error()) if self._library.is_error() else ""
+
+    def _consume(self, token_id: int) -> bool:
+        return self._is_allowed(token_id) and bool(self._library.try_consume_tokens([token_id]) == 1)
+
+    def _take_back(self, num_tokens: int) -> None:
+        self._library.rollback(num_tokens)
 
     def _moved(self) -> None:
+        super()._moved()
         self._forced = None
-        self._row = None
 
     def _forced_here(self) -> list[int]:
         if self._forced is None:
-            stopped = self._inner.is_error() or self._inner.is_stopped() or self._inner.is_accepting()
-            self._forced = [] if stopped else list(self._inner.compute_ff_tokens())
+            stopped = self._library.is_stopped() or self._library.is_accepting()  # an error is a stop, too
+            self._forced = [] if stopped else list(self._library.compute_ff_tokens())
         return self._forced
 
     def _is_allowed(self, token_id: int) -> bool:
-        if self._num_eos or self._inner.is_error():
+        if self._library.is_error():
             return False
-        if token_id not in self._backend.vocabulary.token_bytes:
+        if token_id not in self._vocabulary.token_bytes:
             # A special token that a grammar names; the library's mask is the only one that knows.
-            named = 0 <= token_id < self._backend.vocabulary.vocab_size
+            named = 0 <= token_id < self._vocabulary.vocab_size
             return named and bool(self._allowed()[token_id // 32] >> (token_id % 32) & 1)
         forced = self._forced_here()
         return not forced or forced[0] == token_id
 
-    def _allowed(self) -> Bitmask:
-        """The bitmask row of this position, computed once; shape `[bitmask_words(vocab_size)]`."""
-        vocabulary = self._backend.vocabulary
-        if self._num_eos:
-            return vocabulary.eos_row
-        if self._row is None:
-            row = np.zeros(self._backend.num_words, dtype=np.int32)
-            if not self._inner.is_error() and not self._inner.is_stopped():
-                self._inner.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
-                if self._inner.is_error():
-                    row[:] = 0
-            row = row[: len(vocabulary.eos_row)] & ~vocabulary.eos_row
-            self._row = row | vocabulary.eos_row if self.is_complete() else row
-        return self._row
+    def _compute_row(self) -> Bitmask:
+        rows = np.zeros((1, self._backend.num_words), dtype=np.int32)
+        if not self._library.is_stopped():
+            self._library.unsafe_compute_mask_ptr(rows.ctypes.data, rows.nbytes)
+            if self._library.is_error():
+                rows[:] = 0
+        row: Bitmask = self._backend.without_ends(rows)[0]
+        return row

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import Enum
-from typing import Protocol, TypeAlias, runtime_checkable
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -65,6 +65,30 @@ class CompiledGrammar(Protocol):
 
     def matcher(self) -> Matcher:
         """A new matcher at the start."""
+
+
+def prepare(matchers: Sequence[Matcher], num_threads: int) -> None:
+    """Have engines that can compute many rows at once do that, in up to `num_threads` threads; `fill` then copies them.
+
+    Nothing changes that a matcher shows. A matcher's class takes part by a static method `prepare` of this signature; a
+    matcher around another one, which its attribute `inner` names, leaves it to that one.
+    """
+    groups: dict[Any, list[Matcher]] = {}
+    for matcher in map(_innermost, matchers):
+        if hasattr(type(matcher), "prepare"):
+            groups.setdefault(type(matcher), []).append(matcher)
+    for kind, members in groups.items():
+        kind.prepare(members, num_threads)
+
+
+def is_prepared_with_others(matcher: Matcher) -> bool:
+    """Whether `prepare` does anything for a matcher."""
+    return hasattr(type(_innermost(matcher)), "prepare")
+
+
+def _innermost(matcher: Matcher) -> Matcher:
+    inner: Matcher | None = getattr(matcher, "inner", None)
+    return matcher if inner is None else _innermost(inner)
 
 
 def num_acceptable(matcher: Matcher, token_ids: Sequence[int]) -> int:

@@ -70,12 +70,12 @@ class BoundedMatcher:
 
     def __init__(self, grammar: BoundedNumbers, inner: Matcher, places: list[Place]) -> None:
         self._grammar = grammar
-        self._inner = inner
+        self.inner = inner
         self._places = places
 
     def fill(self, bitmask: Bitmask, row: int) -> None:
         """See `Matcher.fill`."""
-        self._inner.fill(bitmask, row)
+        self.inner.fill(bitmask, row)
         if self._is_full():
             going_on = self._grammar.going_on
             shorter = bitmask[row, : len(going_on)] & ~going_on
@@ -86,7 +86,7 @@ class BoundedMatcher:
         """See `Matcher.accept`."""
         if self._is_full() and not self._allows(token_id):
             return False
-        if not self._inner.accept(token_id):
+        if not self.inner.accept(token_id):
             return False
         text = self._grammar.vocabulary.token_bytes.get(token_id, b"")
         self._places.append(self._places[-1].after(text))
@@ -102,24 +102,24 @@ class BoundedMatcher:
         Raises:
             ValueError: more tokens than were accepted.
         """
-        self._inner.rollback(num_tokens)
+        self.inner.rollback(num_tokens)
         del self._places[len(self._places) - num_tokens :]
 
     def clone(self) -> BoundedMatcher:
         """See `Matcher.clone`."""
-        return BoundedMatcher(self._grammar, self._inner.clone(), list(self._places))
+        return BoundedMatcher(self._grammar, self.inner.clone(), list(self._places))
 
     def forced_tokens(self) -> list[int]:
         """See `Matcher.forced_tokens`."""
-        return self._inner.forced_tokens()
+        return self.inner.forced_tokens()
 
     def is_complete(self) -> bool:
         """See `Matcher.is_complete`."""
-        return self._inner.is_complete()
+        return self.inner.is_complete()
 
     def stop_reason(self) -> StopReason:
         """See `Matcher.stop_reason`."""
-        stop = self._inner.stop_reason()
+        stop = self.inner.stop_reason()
         if stop is StopReason.NOT_STOPPED and self._is_full():
             onward = self._row() & ~self._grammar.vocabulary.eos_row
             return StopReason.NOT_STOPPED if onward.any() else StopReason.COMPLETE

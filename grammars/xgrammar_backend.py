@@ -7,7 +7,7 @@ is first used, and compiles in a process of its own (`helper.py`).
 What differs from llguidance: white space `bounded` is at most one white-space character, which may be a line break; the
 text of special tokens in structural tags is ordinary text; there is no Lark.
 
-* End of sequence is kept here and never shown to the library.
+* End of sequence is kept apart (`engine_matcher.py`) and never shown to the library.
 * A compilation has `max_compile_s` and `max_compile_bytes`; over them the helper is ended and the constraint refused.
 * Forced text is tokenized canonically, without its last token, which more text might change.
 """
@@ -34,10 +34,11 @@ from sgl.errors import (
 )
 from sgl.grammars import ebnf, structural_tag
 from sgl.grammars.charsets import Range, complement, merged
-from sgl.grammars.choices import Vocabulary, write_row
+from sgl.grammars.choices import Vocabulary
+from sgl.grammars.engine_matcher import EngineMatcher
 from sgl.grammars.helper import Helper
 from sgl.grammars.keywords import FORMATS, TABLES, Kind, Schema, Support, parse_schema
-from sgl.grammars.matcher import Bitmask, StopReason, bitmask_words, num_acceptable
+from sgl.grammars.matcher import Bitmask, StopReason, bitmask_words
 from sgl.grammars.regex import Dialect, translate
 from sgl.grammars.spec import Constraint, Ebnf, JsonSchema, Regex, StructuralTag
 from sgl.limits import Limits
@@ -301,87 +302,46 @@ class Grammar:
         return XGrammarMatcher(self.backend, xgrammar.GrammarMatcher(self._compiled))
 
 
-class XGrammarMatcher:
-    """Follows one sequence. `_num_tokens` counts what the library has consumed, `_num_eos` what came after."""
+class XGrammarMatcher(EngineMatcher):
+    """Follows one sequence through `xgrammar.GrammarMatcher`."""
 
     def __init__(self, backend: Backend, inner: Any, num_tokens: int = 0, num_eos: int = 0) -> None:
+        super().__init__(backend.vocabulary, num_tokens, num_eos)
         self._backend = backend
-        self._inner = inner
-        self._num_tokens = num_tokens
-        self._num_eos = num_eos
-        self._row: Bitmask | None = None
-
-    def fill(self, bitmask: Bitmask, row: int) -> None:
-        """See `Matcher.fill`."""
-        write_row(bitmask, row, self._allowed())
-
-    def accept(self, token_id: int) -> bool:
-        """See `Matcher.accept`."""
-        if token_id in self._backend.vocabulary.eos_ids:
-            if not self.is_complete():
-                return False
-            self._num_eos += 1
-            return True
-        if self._num_eos or token_id not in self._backend.vocabulary.token_bytes:
-            return False
-        if not self._inner.accept_token(token_id):
-            return False
-        self._num_tokens += 1
-        self._row = None
-        return True
-
-    def validate_tokens(self, token_ids: Sequence[int]) -> int:
-        """See `Matcher.validate_tokens`."""
-        return num_acceptable(self, token_ids)
-
-    def rollback(self, num_tokens: int) -> None:
-        """See `Matcher.rollback`.
-
-        Raises:
-            ValueError: more tokens than were accepted.
-        """
-        if not 0 <= num_tokens <= self._num_tokens + self._num_eos:
-            raise ValueError(f"rollback of {num_tokens} tokens; {self._num_tokens + self._num_eos} were accepted")
-        ends = min(num_tokens, self._num_eos)
-        self._num_eos -= ends
-        if num_tokens > ends:
-            self._inner.rollback(num_tokens - ends)
-            self._num_tokens -= num_tokens - ends
-            self._row = None
+        self._library = inner
 
     def clone(self) -> XGrammarMatcher:
         """See `Matcher.clone`."""
-        return XGrammarMatcher(self._backend, self._inner.fork(), self._num_tokens, self._num_eos)
+        return XGrammarMatcher(self._backend, self._library.fork(), self._num_tokens, self._num_eos)
 
     def forced_tokens(self) -> list[int]:
         """See `Matcher.forced_tokens`."""
         if self._num_eos or self.is_complete():
             return []
-        forced = self._backend.vocabulary.encode(self._inner.find_jump_forward_string().encode())[:-1]
+        forced = self._vocabulary.encode(self._library.find_jump_forward_string().encode())[:-1]
         return forced[: self.validate_tokens(forced)]
 
     def is_complete(self) -> bool:
         """See `Matcher.is_complete`."""
-        return bool(self._inner.is_completed())
+        return bool(self._library.is_completed())
 
     def stop_reason(self) -> StopReason:
         """See `Matcher.stop_reason`."""
         if self._num_eos:
             return StopReason.EOS
-        if (self._allowed() & ~self._backend.vocabulary.eos_row).any():
+        if (self._allowed() & ~self._vocabulary.eos_row).any():
             return StopReason.NOT_STOPPED
         return StopReason.COMPLETE if self.is_complete() else StopReason.DEAD_END
 
-    def _allowed(self) -> Bitmask:
-        """The bitmask row of this position, computed once; shape `[bitmask_words(vocab_size)]`."""
-        vocabulary = self._backend.vocabulary
-        if self._num_eos:
-            return vocabulary.eos_row
-        if self._row is None:
-            rows = np.full((1, bitmask_words(vocabulary.vocab_size)), -1, dtype=np.int32)
-            self._inner.fill_next_token_bitmask(rows, 0)
-            row = rows[0] & ~vocabulary.eos_row
-            # Also where nothing is masked, ids past the vocabulary are not allowed.
-            row &= vocabulary.token_row
-            self._row = row | vocabulary.eos_row if self.is_complete() else row
-        return self._row
+    def _consume(self, token_id: int) -> bool:
+        return token_id in self._vocabulary.token_bytes and bool(self._library.accept_token(token_id))
+
+    def _take_back(self, num_tokens: int) -> None:
+        self._library.rollback(num_tokens)
+
+    def _compute_row(self) -> Bitmask:
+        rows = np.full((1, bitmask_words(self._vocabulary.vocab_size)), -1, dtype=np.int32)
+        self._library.fill_next_token_bitmask(rows, 0)
+        # Also where nothing is masked, ids past the vocabulary are not allowed; nor are ends, which have no bytes.
+        row: Bitmask = rows[0] & self._vocabulary.token_row
+        return row

@@ -5,7 +5,8 @@ a constraint, since what is drawn is known before anything is computed; the samp
 else touches the matchers of the plan: tokens are accepted when the step is processed.
 
 Threads for masks and threads of the model are together no more than the cores (`config.resolve`). Where that leaves
-none, the job runs in `wait`, on the step's own thread. A matcher that raises fails its row alone.
+none, the job runs in `wait`, on the step's own thread. Rows that their engine can compute together are one task, in as
+many threads of the engine's own (`sgl.grammars.matcher.prepare`). A matcher that raises fails its row alone.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from sgl.grammars.matcher import Bitmask, Matcher, bitmask_words
+from sgl.grammars.matcher import Bitmask, Matcher, bitmask_words, is_prepared_with_others, prepare
 from sgl.runtime.failures import internal_error
 from sgl.runtime.plan import Chunk
 
@@ -38,17 +39,24 @@ class MaskJob:
         matchers: one per constrained row.
         vocab_size: columns of a row.
         pool: fills; `None` leaves it to `wait`.
+        num_threads: that an engine may use for rows which it computes together.
     """
 
-    def __init__(self, matchers: Sequence[Matcher], vocab_size: int, pool: ThreadPoolExecutor | None) -> None:
+    def __init__(
+        self, matchers: Sequence[Matcher], vocab_size: int, pool: ThreadPoolExecutor | None, num_threads: int = 1
+    ) -> None:
         self._matchers = matchers
+        self._num_threads = num_threads
         self._words: Bitmask = np.zeros((len(matchers), bitmask_words(vocab_size)), dtype=np.int32)
         self._failures: dict[int, tuple[str, str]] = {}
         self._tasks: list[Future[None]] = []
         self._done = False
         if pool is not None:
-            firsts = range(0, len(matchers), _ROWS_PER_TASK)
-            self._tasks = [pool.submit(self._fill, first, first + _ROWS_PER_TASK) for first in firsts]
+            together = [row for row, matcher in enumerate(matchers) if is_prepared_with_others(matcher)]
+            alone = [row for row in range(len(matchers)) if row not in set(together)]
+            tasks = [together] if together else []
+            tasks += [alone[first : first + _ROWS_PER_TASK] for first in range(0, len(alone), _ROWS_PER_TASK)]
+            self._tasks = [pool.submit(self._fill, rows) for rows in tasks]
 
     def wait(self) -> Masks:
         """The masks, once they are all there. A second call returns the same."""
@@ -57,14 +65,15 @@ class MaskJob:
                 for task in self._tasks:
                     task.result()
             else:
-                self._fill(0, len(self._matchers))
+                self._fill(range(len(self._matchers)))
             self._done = True
         return Masks(self._words, self._failures)
 
-    def _fill(self, first: int, end: int) -> None:
-        for row, matcher in enumerate(self._matchers[first:end], first):
+    def _fill(self, rows: Sequence[int]) -> None:
+        prepare([self._matchers[row] for row in rows], self._num_threads)
+        for row in rows:
             try:
-                matcher.fill(self._words, row)
+                self._matchers[row].fill(self._words, row)
             except Exception as error:  # noqa: BLE001 - a constraint that breaks ends the row that has it
                 failure = internal_error("a constraint's mask could not be computed", error)
                 self._failures[row] = (failure.code, failure.message)
@@ -91,7 +100,7 @@ class MaskFiller:
             return None
         if self._pool is None and self._num_threads:
             self._pool = ThreadPoolExecutor(self._num_threads, thread_name_prefix="sgl-masks")
-        return MaskJob(matchers, self._vocab_size, self._pool)
+        return MaskJob(matchers, self._vocab_size, self._pool, max(1, self._num_threads))
 
     def close(self) -> None:
         """End the threads; a filler that is garbage ends them, too."""

@@ -14,7 +14,7 @@ from support import matcher_conformance as conformance
 from sgl.errors import InvalidConstraint
 from sgl.grammars.choices import ChoicesGrammar, Vocabulary
 from sgl.grammars.compiler import GrammarCompiler
-from sgl.grammars.matcher import CompiledGrammar, Matcher, StopReason, allocate_bitmask, bitmask_to_bool
+from sgl.grammars.matcher import CompiledGrammar, Matcher, StopReason, allocate_bitmask, bitmask_to_bool, prepare
 from sgl.grammars.spec import Choices, Constraint, JsonSchema, Regex
 
 WORLD = conformance.world()
@@ -224,3 +224,21 @@ def test_vocabulary_without_the_bytes_is_a_dead_end() -> None:
     assert matcher.stop_reason() is StopReason.DEAD_END
     with pytest.raises(InvalidConstraint, match="choices is empty"):
         ChoicesGrammar([], vocabulary)
+
+
+def test_rows_that_are_computed_together_are_those_computed_alone() -> None:
+    rng = random.Random(0)
+    grammars = [COMPILER.compile(constraint) for constraint in CONSTRAINTS.values()]
+    for _ in range(6):
+        together, alone = [], []
+        for grammar in grammars:
+            matcher = grammar.matcher()
+            for _ in range(rng.randint(0, 8)):
+                allowed = sorted(conformance.allowed_ids(matcher, WORLD))
+                if not allowed or not matcher.accept(rng.choice(allowed)):
+                    break
+            together.append(matcher)
+            alone.append(matcher.clone())
+        prepare(together, 2)
+        for left, right in zip(together, alone, strict=True):
+            assert conformance.state(left, WORLD) == conformance.state(right, WORLD)
