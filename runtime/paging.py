@@ -17,20 +17,28 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable, Set
 from itertools import islice
+from typing import NamedTuple
 
 import numpy as np
 
 from sgl.runtime.cache_key import CacheKey
 from sgl.runtime.config import ResolvedConfig
 from sgl.runtime.eviction import make_policy
+from sgl.runtime.page_table import PageTable
 from sgl.runtime.plan import PageCopy
 from sgl.runtime.pool import PagePool
 from sgl.runtime.radix import RadixNode, RadixTree
 from sgl.runtime.sequence import Sequence
 from sgl.runtime.stats import Stats
 
-Outlook = Callable[[], Iterable[tuple[float, Sequence]]]
-"""(step, sequence) of the waiting requests, soonest first."""
+
+class Outlook(NamedTuple):
+    """When the waiting requests are expected to run: the first in the step `first`, the others `apart` steps each."""
+
+    first: float
+    apart: float
+    queue: list[Sequence]
+
 
 _HORIZON = 256
 """Waiting requests whose prefixes are protected; those behind them want the same ones, or nothing soon."""
@@ -51,7 +59,7 @@ class Paging:
         outlook: asked, at most once per step, when the waiting requests are expected to run.
     """
 
-    def __init__(self, config: ResolvedConfig, stats: Stats, outlook: Outlook) -> None:
+    def __init__(self, config: ResolvedConfig, stats: Stats, outlook: Callable[[], Outlook]) -> None:
         self.config = config
         self.stats = stats
         self.page_size = config.page_size
@@ -92,7 +100,7 @@ class Paging:
         child.owner, child.priority, child.forked_at = parent.owner, parent.priority, len(parent)
         if parent.node is not None:
             child.num_shared = child.num_computed = parent.num_shared
-            child.pages = parent.pages[: parent.num_shared // self.page_size]
+            child.pages = PageTable(parent.pages.view[: parent.num_shared // self.page_size])
             self._stand(child, parent.node)
             self.rest(child)
         return child
@@ -203,11 +211,11 @@ class Paging:
             return
         first, last = start // self.page_size, end // self.page_size
         tokens = np.array(sequence.token_ids[start:end], dtype=np.int32)
-        own = np.array(sequence.pages[first:last], dtype=np.int32)
+        own = sequence.pages.view[first:last]
         node, pages, spare = self.tree.extend(self._node(sequence), tokens, own)
         self._stand(sequence, node)
         sequence.num_shared = end
-        sequence.pages[first:last] = pages.tolist()
+        sequence.pages.replace(first, pages)
         self.pool.free(spare)
 
     def cached_prefix(self, sequence: Sequence) -> tuple[RadixNode, int]:
@@ -233,8 +241,7 @@ class Paging:
             return
         if sequence.num_shared <= length:
             keep = -(-length // self.page_size)
-            self.pool.free(sequence.pages[keep:])
-            del sequence.pages[keep:]
+            self.pool.free(sequence.pages.cut(keep).tolist())
             sequence.num_computed = length
         else:
             self.let_go(sequence)
@@ -256,7 +263,7 @@ class Paging:
             if keep and next_use is not None:
                 self._mark(sequence, node, next_use)
         sequence.seen = node
-        sequence.pages = []
+        sequence.pages = PageTable()
         sequence.num_shared = sequence.num_computed = 0
         self._parked.pop(sequence.id, None)
         if self._resting.pop(sequence.id, None) is not None and self.is_live(sequence):
@@ -293,7 +300,7 @@ class Paging:
         self._empty()
         for sequence in self._live.values():
             sequence.node = sequence.seen = None
-            sequence.pages = []
+            sequence.pages = PageTable()
             sequence.num_shared = sequence.num_computed = 0
 
     def reclaim(self, num_pages: int) -> bool:
@@ -339,14 +346,17 @@ class Paging:
             return
         self._looked_at = self.step
         self._foresee(self._parked.values())
-        queue = list(self._outlook())
-        for step, sequence in queue:
-            sequence.next_use = step
-        self._rank_givers({sequence.id for _, sequence in queue})
+        first, apart, queue = self._outlook()
+        queued: set[int] = set()
+        for place, sequence in enumerate(queue):
+            if place < _HORIZON or sequence.pages or sequence.id in self._parked:  # nobody asks about the others
+                sequence.next_use = first + place * apart
+                queued.add(sequence.id)
+        self._rank_givers(queued)
         self._num_looked_at = len(queue) + len(self._parked) + len(self._resting)
         if self.tree.policy.looks_ahead:
             soon = sorted(self._parked.values(), key=lambda sequence: sequence.next_use)[:_HORIZON]
-            soon += [sequence for _, sequence in queue[:_HORIZON] if not sequence.pages]
+            soon += [sequence for sequence in queue[:_HORIZON] if not sequence.pages]
             self.tree.expect([(s.next_use, self._locate(s)) for s in soon if s.next_use < math.inf])
 
     def _foresee(self, sequences: Iterable[Sequence]) -> None:
@@ -414,7 +424,7 @@ class Paging:
         self._stand(sequence, node)
         if not again:
             self.tree.hit(node, before)
-        sequence.pages.extend(pages.tolist())
+        sequence.pages.extend(pages)
         sequence.num_shared += len(pages) * self.page_size
         sequence.num_computed = sequence.num_shared
 
@@ -441,6 +451,5 @@ class Paging:
     def _free_own(self, sequence: Sequence) -> None:
         """Free the pages that a sequence alone stands on."""
         first = sequence.num_shared // self.page_size
-        self.pool.free(sequence.pages[first:])
-        del sequence.pages[first:]
+        self.pool.free(sequence.pages.cut(first).tolist())
         sequence.num_computed = sequence.num_shared

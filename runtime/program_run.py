@@ -170,8 +170,8 @@ class ProgramRun:
     def on_request(self, request: Request) -> None:
         """A step gave `request` something."""
         work = self._work.get(request.sequence.id)
-        if self.ended or work is None:
-            return
+        if self.ended or work is None or not (request.done or self.options.stream):
+            return  # nobody is to be told
         try:
             self._failed_at = (work.node.id, work.branch.id)
             if request.failed is not None:
@@ -457,7 +457,10 @@ class ProgramRun:
             faults = self._services.faults
             if faults is not None and constraint is not None:
                 faults.reach("in_compile", self.options.name)
-            grammar = self._services.compiler.compile(constraint) if constraint is not None else None
+            backend = None if node.sampling.grammar_backend == "auto" else node.sampling.grammar_backend
+            grammar = self._services.compiler.compile(constraint, backend) if constraint is not None else None
+            if grammar is not None:
+                self._services.compiler.closer.start(grammar)  # looked for here, off the step loop, and kept
             return *branch.encode_unit(), grammar
 
         small = constraint is None and text_len(branch.transcript.pending_pieces) < SMALL
@@ -525,7 +528,11 @@ class ProgramRun:
                 return
         event = work.finish()
         self._stream_text(work.branch)
-        self._done(work.branch, work.node, event)
+        if isinstance(work, Drawing) and (check := work.value_check(event)) is not None:
+            done = partial(self._guarded, work.branch, work.node, partial(self._done, event=event))
+            self._services.run_job(check, done, small=False)
+        else:
+            self._done(work.branch, work.node, event)
 
     # --- ends ---
 

@@ -15,9 +15,7 @@ Laws after each step: `free + cached + held == total`, and `prompt == cached + p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Set
-
-import numpy as np
+from collections.abc import Callable, Iterable, Set
 
 from sgl.errors import NeverFits, PromptTooLong, QueueFull
 from sgl.limits import DEFAULT_LIMITS, Limits
@@ -26,7 +24,7 @@ from sgl.runtime.config import ResolvedConfig
 from sgl.runtime.estimate import OutputEstimate
 from sgl.runtime.failures import internal_error
 from sgl.runtime.masks import MaskFiller
-from sgl.runtime.paging import Paging
+from sgl.runtime.paging import Outlook, Paging
 from sgl.runtime.pins import Pins
 from sgl.runtime.plan import Chunk, RowResult, ScoreSpec, StepPlan, StepResult
 from sgl.runtime.policies import victim
@@ -300,23 +298,19 @@ class Scheduler:
         """
         sequence = request.sequence
         length = len(sequence)
-        before = sequence.num_computed
-        limit = request.reusable_len
-        if before > limit:
-            self.paging.forget(sequence, limit)
-        self.paging.find(sequence, limit, again=request.accounted > before)
+        source, num_copied = (-1, 0) if request.decodes else self._find(request)
         found = sequence.num_computed
-        request.account_found(before, found)
-        source, num_copied = self.paging.borrowable(sequence, limit)
         start = found + num_copied
         end = min(length, start + budget)
-        scored = request.unscored(start, end)
-        rows_left = self._rows_left[request.score_only]
-        if len(scored) > rows_left:
-            end = scored[rows_left]
-            scored = scored[:rows_left]
-            if end == start:
-                return 0
+        scored: list[int] = []
+        if request.has_scores_left:
+            scored = request.unscored(start, end)
+            rows_left = self._rows_left[request.score_only]
+            if len(scored) > rows_left:
+                end = scored[rows_left]
+                scored = scored[:rows_left]
+                if end == start:
+                    return 0
         missing = -(-end // self.page_size) - len(sequence.pages)
         if missing > 0:
             if not self._make_room(missing, request, planned):
@@ -339,11 +333,21 @@ class Scheduler:
             sequence=sequence.id,
             token_ids=sequence.token_ids[start:end],
             start=start,
-            page_table=np.array(sequence.pages, dtype=np.int32),
+            page_table=sequence.pages.view,
             sample=sample,
             scores=scores,
         )
         return end - start
+
+    def _find(self, request: Request) -> tuple[int, int]:
+        """Move the request's sequence along the tree; the page that it can copy from then (see `Paging.borrowable`)."""
+        sequence, limit = request.sequence, request.reusable_len
+        before = sequence.num_computed
+        if before > limit:
+            self.paging.forget(sequence, limit)
+        self.paging.find(sequence, limit, again=request.accounted > before)
+        request.account_found(before, sequence.num_computed)
+        return self.paging.borrowable(sequence, limit)
 
     def _make_room(self, num_pages: int, request: Request, planned: dict[int, Chunk]) -> bool:
         """Free pages until `num_pages` can be allocated; False when `request` has to wait.
@@ -401,12 +405,11 @@ class Scheduler:
         """Where the request's cached prefix ends in the tree, and how many of its tokens are computed."""
         return self.paging.cached_prefix(request.sequence)
 
-    def _outlook(self) -> Iterator[tuple[float, Sequence]]:
+    def _outlook(self) -> Outlook:
         """When the waiting requests are expected to run: one takes the place of another as running ones end."""
         growth = [self._growth(request) for request in self.running]
-        steps_apart = sum(growth) / len(growth) ** 2 if growth else 1.0
-        for place, request in enumerate(self.waiting.first(len(self.waiting))):
-            yield self.step + 1 + place * steps_apart, request.sequence
+        apart = sum(growth) / len(growth) ** 2 if growth else 1.0
+        return Outlook(self.step + 1, apart, [each.sequence for each in self.waiting.first(len(self.waiting))])
 
     def _take_out(self, request: Request) -> None:
         """Of the queue that it is in."""

@@ -20,6 +20,7 @@ from typing import NamedTuple, Protocol
 
 from sgl.lang.graph import Usage
 from sgl.runtime.cache_key import CacheKey
+from sgl.runtime.page_table import PageTable
 from sgl.runtime.plan import RowResult, SampleSpec
 from sgl.runtime.radix import RadixNode
 
@@ -56,7 +57,7 @@ class Sequence:
         self.id = id
         self.namespace = namespace
         self.token_ids = token_ids if token_ids is not None else []
-        self.pages: list[int] = []
+        self.pages = PageTable()
         self.node: RadixNode | None = None
         self.seen: RadixNode | None = None
         self.num_shared = 0
@@ -186,6 +187,17 @@ class Request:
     def reusable_len(self) -> int:
         """Most tokens that may be taken from the cache: what is computed to get its logits may not be."""
         return min(len(self.sequence) - 1, self._unscored[0]) if self._unscored else len(self.sequence) - 1
+
+    @property
+    def decodes(self) -> bool:
+        """Whether all that is left to compute is the token drawn last: the prompt is behind it."""
+        sequence = self.sequence
+        return sequence.num_computed == len(sequence.token_ids) - 1 >= self.prompt_len and not self._unscored
+
+    @property
+    def has_scores_left(self) -> bool:
+        """Whether log-probabilities are still to come."""
+        return bool(self._unscored)
 
     def unscored(self, start: int, end: int) -> list[int]:
         """Positions from `start` to `end` whose log-probabilities are still to come."""

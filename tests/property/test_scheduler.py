@@ -274,7 +274,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert len(sequence.pages) * self.page_size >= length >= sequence.num_shared
             assert sequence.num_shared % self.page_size == 0
             if length:
-                assert self._held(np.array(sequence.pages), 0, length) == sequence.token_ids[:length]
+                assert self._held(sequence.pages.view, 0, length) == sequence.token_ids[:length]
 
     @invariant()
     def pins_keep_their_budget(self) -> None:
