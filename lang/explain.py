@@ -291,6 +291,10 @@ def _path(trace: Trace, foreseen: Forecast, traces: list[Trace]) -> tuple[PathSt
     )
 
 
+_WORTH_MOVING = 16
+"""Tokens of late text, per row, that are worth a word."""
+
+
 # --- what blocks sharing --------------------------------------------------------------------------------------------
 
 
@@ -330,26 +334,27 @@ def _blockers(traces: list[Trace], renderer: Renderer, foreseen: Forecast) -> li
 
 def _late_constants(traces: list[Trace], renderer: Renderer) -> list[Blocker]:
     """Text that is the same in every row but stands behind text that is not."""
-    if len(traces) < 2:
-        return []
     columns = list(zip(*(_prompt(trace) for trace in traces), strict=False))
-    different = next((index for index, texts in enumerate(columns) if len({text for text, _ in texts}) > 1), None)
+    different = next((index for index, texts in enumerate(columns) if not _same(texts)), None)
     if different is None:
         return []
-    _, where = columns[different][0]
-    late = [(texts[0], renderer.count(texts[0][0])) for texts in columns[different + 1 :] if _same(texts)]
-    tokens = sum(count for _, count in late)
-    if not tokens:
+    where = columns[different][0][1]
+    ending = _common_ending([text for text, _ in columns[different]])
+    late = [ending, *(texts[0][0] for texts in columns[different + 1 :] if _same(texts))]
+    tokens = sum(map(renderer.count, late))
+    if tokens < _WORTH_MOVING:
         return []
-    first = late[0][0][1]
-    return [
-        Blocker(
-            reason=f"text that is the same in all rows stands behind text that differs ({where}): before it, it "
-            f"would be computed once, and not {len(traces)} times",
-            tokens=tokens * (len(traces) - 1),
-            location=first,
-        )
-    ]
+    reason = (
+        "text that is the same in all rows stands behind text that differs: before it, it would be computed once, "
+        f"and not {len(traces)} times"
+    )
+    return [Blocker(reason=reason, tokens=tokens * (len(traces) - 1), location=where)]
+
+
+def _common_ending(texts: Sequence[str]) -> str:
+    """The longest text that all of them end with."""
+    characters = takewhile(lambda column: len(set(column)) == 1, zip(*(reversed(text) for text in texts), strict=False))
+    return "".join(column[0] for column in characters)[::-1]
 
 
 def _same(texts: Sequence[tuple[str, SourceLocation | None]]) -> bool:
