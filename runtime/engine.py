@@ -11,15 +11,17 @@ import logging
 import shutil
 import sys
 import threading
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import msgspec
 
 from sgl.environment import unknown_variables, with_environment
-from sgl.errors import EngineDead, SglError, Unsupported
+from sgl.errors import EngineDead, InvalidParameter, SglError, Unsupported
 from sgl.lang.graph import Graph, ProgramOptions, StateText, sampling_from_mapping
 from sgl.runtime import offline
 from sgl.runtime.client import EventSink, Health, WorkerClient
@@ -28,6 +30,7 @@ from sgl.runtime.loading.sources import check_model
 from sgl.runtime.messages import Cancel, FlushCache, GetStats, Override, ReadState, Submit
 from sgl.runtime.pinned import PinnedPrefix, pin
 from sgl.runtime.rendering import ModelRenderer, model_renderer
+from sgl.runtime.sessions import DEFAULT_TTL_S, Session, turn_of
 
 log = logging.getLogger("sgl.engine")
 
@@ -62,6 +65,7 @@ class Engine:
         check_model(self.config.model_path, load_format=self.config.load_format, revision=self.config.revision)
         progress = _progress_display()
         self._client = WorkerClient(msgspec.to_builtins(self.config), progress)
+        self._sessions: dict[str, Session] = {}
         if progress is not None:
             with suppress(OSError):  # the terminal is gone; the engine is not
                 progress("")
@@ -105,6 +109,45 @@ class Engine:
             (15, 15)
         """
         return pin(self._client, prefix, ttl_s, cache_salt)
+
+    def open_session(
+        self, session_id: str | None = None, *, ttl_s: float | None = DEFAULT_TTL_S, cache_salt: str = ""
+    ) -> Session:
+        """Begin a conversation: each `generate(..., session=...)` continues it, and computes what is new only.
+
+        Args:
+            session_id: its name; a new one by default.
+            ttl_s: how long after a turn its keys and values are kept for the next one; `None` keeps them until the
+                session is closed. All sessions and pins together keep at most `max_pinned_tokens`: what is beyond them
+                stays in the cache while there is room.
+            cache_salt: as for `generate`, of all its turns.
+
+        Raises:
+            InvalidParameter: a wrong value, or the id of a session that is open.
+        """
+        id = uuid.uuid4().hex if session_id is None else session_id
+        if not isinstance(id, str):
+            raise InvalidParameter(f"session_id is {id!r}; expected a string", param="session_id")
+        forget = partial(self._sessions.pop, id, None)
+        session = Session(self, self._client, id, ttl_s, cache_salt, on_close=forget)
+        if self._sessions.setdefault(id, session) is not session:
+            raise InvalidParameter(
+                f"session {id!r} is open already", hint="close it first, or choose another id", param="session_id"
+            )
+        return session
+
+    def close_session(self, session: Session | str) -> None:
+        """End a conversation (see `Session.close`). Unknown and closed ones are no error."""
+        found = self._sessions.get(session) if isinstance(session, str) else session
+        if found is not None:
+            found.close()
+
+    def _session_of(self, session: Session | str) -> Session:
+        if isinstance(session, Session):
+            return session
+        if session not in self._sessions:
+            raise InvalidParameter(f"no session {session!r} is open", hint="open_session makes one", param="session")
+        return self._sessions[session]
 
     def server_info(self) -> Mapping[str, Any]:
         """The model, what was resolved with the reasons and the memory plan, and what was overridden since."""
@@ -199,6 +242,7 @@ class Engine:
         top_logprobs_num: int | None = None,
         token_ids_logprob: Sequence[int] | None = None,
         cache_salt: str = "",
+        session: Session | str | None = None,
         stream: bool = False,
     ) -> Any:
         """Continue one prompt or a list of them.
@@ -210,6 +254,8 @@ class Engine:
                 else a constant.
             return_logprob, ...: for all prompts, as the fields of `Sampling`; what `sampling_params` says wins.
             cache_salt: computed prefixes are shared with what has the same salt only, for example one per tenant.
+            session: the prompt is the next turn of this conversation (`open_session`), or of that with this id; it is
+                one prompt with one output.
             stream: yield outputs as they grow (`text` is cumulative) instead of returning them; with several outputs
                 each has its `index` in the list that would be returned.
 
@@ -227,7 +273,7 @@ class Engine:
             "top_logprobs_num": top_logprobs_num,
             "token_ids_logprob": token_ids_logprob,
         }
-        runs, single = self._runs(prompt, input_ids, sampling_params, asked, stream, cache_salt)
+        runs, single = self._runs(prompt, input_ids, sampling_params, asked, stream, cache_salt, session)
         if stream:
             return offline.stream(self, runs, single)
         try:
@@ -249,6 +295,7 @@ class Engine:
         top_logprobs_num: int | None = None,
         token_ids_logprob: Sequence[int] | None = None,
         cache_salt: str = "",
+        session: Session | str | None = None,
         stream: bool = False,
     ) -> Any:
         """`generate` for asyncio; an async iterator when streaming. Cancelling the task cancels the generation."""
@@ -258,7 +305,7 @@ class Engine:
             "top_logprobs_num": top_logprobs_num,
             "token_ids_logprob": token_ids_logprob,
         }
-        runs, single = self._runs(prompt, input_ids, sampling_params, asked, stream, cache_salt)
+        runs, single = self._runs(prompt, input_ids, sampling_params, asked, stream, cache_salt, session)
         if stream:
             return offline.async_stream(self, runs, single)
         try:
@@ -277,9 +324,13 @@ class Engine:
         asked: Mapping[str, Any],
         stream: bool,
         cache_salt: str,
-    ) -> tuple[list[offline.Run], bool]:
+        session: Session | str | None,
+    ) -> tuple[Sequence[offline.Run], bool]:
         base = sampling_from_mapping(self.sampling_defaults())
         calls, single = offline.make_calls(prompt, input_ids, sampling_params, asked, base)
+        if session is not None:
+            turn = turn_of(self._session_of(session), calls, stream=stream, cache_salt=cache_salt)
+            return [turn], single
         return offline.make_runs(calls, stream=stream, cache_salt=cache_salt), single
 
 

@@ -28,8 +28,10 @@ from sgl.lang.graph import (
     Gen,
     Graph,
     LiteralText,
+    Node,
     ProgramOptions,
     Sampling,
+    StateText,
     Text,
     Tokens,
     ValueEvent,
@@ -50,6 +52,9 @@ class Session(Protocol):
     def submit(self, graph: Graph, *, finish: bool = False) -> None:
         """Execute it."""
 
+    def read_state(self, branch: int) -> Future[StateText]:
+        """The state of a branch after everything submitted so far."""
+
     def cancel(self) -> None:
         """Stop it."""
 
@@ -62,22 +67,23 @@ class Opener(Protocol):
 
 
 class Call(msgspec.Struct, frozen=True):
-    """One prompt with what is asked of it."""
+    """One prompt with what is asked of it; `before` are the ids that stand before the prompt (of a session's turns)."""
 
     prompt: Prompt
     sampling: Sampling
     constraint: Constraint | None
+    before: tuple[int, ...] = ()
 
     def graph(self) -> Graph:
         """The call as a program; its generations stand in the order of the samples."""
-        first = (
-            Text(id=0, segments=(LiteralText(self.prompt),))
-            if isinstance(self.prompt, str)
-            else Tokens(id=0, token_ids=tuple(self.prompt))
-        )
-        gen = Gen(id=1, name="text", sampling=self.sampling, constraint=self.constraint)
+        nodes: list[Node] = [Tokens(id=0, token_ids=self.before)] if self.before else []
+        if isinstance(self.prompt, str):
+            nodes.append(Text(id=len(nodes), segments=(LiteralText(self.prompt),)))
+        else:
+            nodes.append(Tokens(id=len(nodes), token_ids=tuple(self.prompt)))
+        gen = Gen(id=len(nodes), name="text", sampling=self.sampling, constraint=self.constraint)
         num = self.sampling.n
-        return Graph(nodes=(first, *([gen] if num == 1 else lower_samples(gen, range(1, num + 1)))))
+        return Graph(nodes=(*nodes, *([gen] if num == 1 else lower_samples(gen, range(1, num + 1)))))
 
 
 def make_calls(
@@ -250,7 +256,10 @@ class Run:
         nodes = [node.id for node in graph.nodes if isinstance(node, Gen)]
         self._by_node = dict(zip(nodes, self.samples, strict=True))
         self.session = engine.open(self._on_event, self._options)
-        self.session.submit(graph, finish=True)
+        self._submit(self.session, graph)
+
+    def _submit(self, session: Session, graph: Graph) -> None:
+        session.submit(graph, finish=True)
 
     def cancel(self) -> None:
         """Stop it, unless it has ended."""
@@ -288,13 +297,18 @@ class Run:
 
 def make_runs(calls: Sequence[Call], *, stream: bool, cache_salt: str) -> list[Run]:
     """A run per call; samples are numbered through all of them."""
-    options = ProgramOptions(name="generate", stream=stream, want_text=False, cache_salt=cache_salt)
+    options = generate_options(stream=stream, cache_salt=cache_salt)
     runs: list[Run] = []
     index = 0
     for call in calls:
         runs.append(Run(call, index, options))
         index += call.sampling.n
     return runs
+
+
+def generate_options(*, stream: bool, cache_salt: str) -> ProgramOptions:
+    """How the program of a call runs."""
+    return ProgramOptions(name="generate", stream=stream, want_text=False, cache_salt=cache_salt)
 
 
 class Progress:

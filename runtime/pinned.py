@@ -1,11 +1,13 @@
 """A pinned prefix, as who pinned it sees it.
 
-Owns the handle that `Engine.pin` returns. The pin itself lives in the worker (`sgl.runtime.pins`) and ends with it.
+Owns the handle that `Engine.pin` returns, and the asking for it (`sessions` asks without waiting). The pin itself lives
+in the worker (`sgl.runtime.pins`) and ends with it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 
 from sgl.errors import EngineDead, InvalidParameter
@@ -40,19 +42,38 @@ class PinnedPrefix:
 
 def pin(client: WorkerClient, prefix: str | Sequence[int], ttl_s: float | None, cache_salt: str) -> PinnedPrefix:
     """Ask the worker to pin, and wait until the prefix is computed (see `Engine.pin`)."""
-    if ttl_s is not None and (isinstance(ttl_s, bool) or not isinstance(ttl_s, (int, float)) or not ttl_s > 0):
-        raise InvalidParameter(f"ttl_s is {ttl_s!r}; expected seconds above 0, or None", param="ttl_s")
-    if not isinstance(cache_salt, str):
-        raise InvalidParameter(f"cache_salt is {cache_salt!r}; expected a string", param="cache_salt")
+    check_pin(ttl_s, cache_salt)
     if not isinstance(prefix, str):
         prefix = tuple(plain(id) for id in prefix) if isinstance(prefix, Iterable) else (None,)
         if any(type(id) is not int for id in prefix):
             raise InvalidParameter("prefix must be a string or a sequence of token ids", param="prefix")
+    return request_pin(client, prefix, ttl_s, cache_salt).result()
+
+
+def check_pin(ttl_s: float | None, cache_salt: str) -> None:
+    """Raise `InvalidParameter` unless these are a lifetime and a salt."""
+    if ttl_s is not None and (isinstance(ttl_s, bool) or not isinstance(ttl_s, (int, float)) or not ttl_s > 0):
+        raise InvalidParameter(f"ttl_s is {ttl_s!r}; expected seconds above 0, or None", param="ttl_s")
+    if not isinstance(cache_salt, str):
+        raise InvalidParameter(f"cache_salt is {cache_salt!r}; expected a string", param="cache_salt")
+
+
+def request_pin(
+    client: WorkerClient, prefix: str | tuple[int, ...], ttl_s: float | None, cache_salt: str
+) -> Future[PinnedPrefix]:
+    """Ask the worker to pin what was checked; the answer's future, which fails as `Engine.pin` raises."""
     numbers: list[int] = []
+    answer: Future[PinnedPrefix] = Future()
 
     def message(number: int) -> Pin:
         numbers.append(number)
         return Pin(number, prefix, ttl_s, cache_salt)
 
-    num_tokens: int = client.ask(message).result()
-    return PinnedPrefix(client, numbers[0], num_tokens)
+    def answered(reply: Future[int]) -> None:
+        if (error := reply.exception()) is not None:
+            answer.set_exception(error)
+        else:
+            answer.set_result(PinnedPrefix(client, numbers[0], reply.result()))
+
+    client.ask(message).add_done_callback(answered)
+    return answer
