@@ -112,6 +112,12 @@ class Media(NodeBase, frozen=True, tag="media"):
 class Gen(NodeBase, frozen=True, tag="gen"):
     """Generate until a stop; the value is stored under `name` (unnamed ones get a name of their own).
 
+    `tools` are those that it may call, for an executor that tells its model of tools and writes calls itself; where the
+    program does both, `constraint` holds the generation to the form of calls.
+
+    With `reasoning`, the name of a format (`sgl.grammars.formats`), the value is everything that was generated, and the
+    state keeps the answer in it alone.
+
     `next_text` is a hint that changes no value: literal text that is known to follow on the branch, whatever was
     generated (`sgl.lang.passes.known_next`). An executor may speculate with it or compute it early.
     """
@@ -121,6 +127,7 @@ class Gen(NodeBase, frozen=True, tag="gen"):
     constraint: Constraint | None = None
     tools: tuple[ToolSpec, ...] = ()
     next_text: str = ""
+    reasoning: str | None = None
 
 
 class Select(NodeBase, frozen=True, tag="select"):
