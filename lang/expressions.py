@@ -1,191 +1,56 @@
-"""What a program appends to its prompt: `gen`, `select`, roles, images, and their sums with text.
+"""`gen` and `select`: what a program asks of the model, checked at the call.
 
-Owns the immutable expression values and the functions that users call to make them. `state` turns them into graph
-nodes. Everything wrong with an argument is raised here, at the call that has it; lists given by the caller are copied.
+Owns the functions that users call to make generations and choices; the values that they make are in `expr`, turns and
+media in `turns`. Everything wrong with an argument is raised here, at the call that has it; lists given by the caller
+are copied.
 """
 
 from __future__ import annotations
 
-import base64
+import builtins
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal, TypeAlias, cast
+from dataclasses import replace
+from typing import Any, Literal, TypedDict, TypeVar, Unpack, overload
 
 import msgspec
 
-from sgl.errors import InvalidParameter, InvalidProgram, Unsupported
-from sgl.grammars.spec import Constraint, Regex, constraint_of
+from sgl.errors import InvalidParameter, Unsupported
+from sgl.grammars.spec import Constraint, JsonSchema, constraint_of
 from sgl.lang.choices import ChoicesSamplingMethod, method_name
-from sgl.lang.graph import ChoicesMethod, MediaKind, Sampling, Select, plain, sampling_values
+from sgl.lang.expr import Appendable as Appendable
+from sgl.lang.expr import Expr as Expr
+from sgl.lang.expr import ExprList as ExprList
+from sgl.lang.expr import GenExpr as GenExpr
+from sgl.lang.expr import MediaExpr as MediaExpr
+from sgl.lang.expr import RoleExpr as RoleExpr
+from sgl.lang.expr import SelectExpr as SelectExpr
+from sgl.lang.expr import items_of
+from sgl.lang.forms import DType, Form, dtype_form, json_form, type_form
+from sgl.lang.graph import Sampling, Select, plain, sampling_values
+from sgl.lang.tools import Toolbox, ToolFunction
 
-DType: TypeAlias = type | str | None
-
-_DTYPES: dict[str, tuple[str, tuple[str, ...]]] = {
-    "int": (r"[-+]?[0-9]+[ \n]*", (" ", "\n")),
-    "float": (r"[-+]?[0-9]*\.?[0-9]+[ \n]*", (" ", "\n")),
-    "str": (r"\"[\w\d\s]*\"", ()),
-    "bool": (r"(True|False)", ()),
-}
-"""Per type: the pattern of its text, and stops that end it."""
-
-
-class Expr:
-    """Something that can be appended to a prompt. Immutable; `+` with another one or with text gives a sequence."""
-
-    __slots__ = ()
-
-    def __add__(self, other: object) -> ExprList:
-        if not isinstance(other, (str, Expr)):
-            return NotImplemented
-        return ExprList((*_items(self), *_items(other)))
-
-    def __radd__(self, other: object) -> ExprList:
-        if not isinstance(other, str):
-            return NotImplemented
-        return ExprList((other, *_items(self)))
-
-    def __str__(self) -> str:
-        raise InvalidProgram(
-            f"{type(self).__name__} was turned into text (by an f-string, str() or format())",
-            hint='join it with +: "text " + sgl.gen("name"), and not f"text {sgl.gen(...)}"',
-        )
-
-    def __format__(self, spec: str) -> str:
-        return str(self)
-
-
-@dataclass(frozen=True)
-class ExprList(Expr):
-    """Expressions and text in order."""
-
-    items: tuple[str | Expr, ...]
-
-
-@dataclass(frozen=True)
-class GenExpr(Expr):
-    """A generation: `given` holds the sampling fields that the caller set, as `Sampling` stores them."""
-
-    name: str | None
-    given: tuple[tuple[str, Any], ...] = ()
-    constraint: Constraint | None = None
-    stops: tuple[str, ...] = ()
-    dtype: str | None = None
-
-    def sampling(self, base: Sampling) -> Sampling:
-        """The fields given here over those of the run; the stops of the data type come on top."""
-        values = dict(self.given)
-        stops = values.get("stop", base.stop)
-        extra = tuple(stop for stop in self.stops if stop not in stops)
-        return msgspec.structs.replace(base, **(values | {"stop": stops + extra} if extra else values))
-
-
-@dataclass(frozen=True)
-class SelectExpr(Expr):
-    """A choice between options by score."""
-
-    name: str | None
-    choices: tuple[str, ...]
-    method: ChoicesMethod = "token_length_normalized"
-    temperature: float = 0.0
-    seed: int | None = None
-    all_scores: bool = True
-
-
-@dataclass(frozen=True)
-class RoleExpr(Expr):
-    """The beginning or end of a chat turn."""
-
-    role: str
-    begin: bool
-
-
-@dataclass(frozen=True)
-class MediaExpr(Expr):
-    """An image or video part; `data` are the bytes of the file."""
-
-    kind: MediaKind
-    data: bytes
-    num_frames: int | None = None
-
-
-Appendable: TypeAlias = str | Expr
-
-
-def _items(value: Appendable) -> tuple[str | Expr, ...]:
-    return value.items if isinstance(value, ExprList) else (value,)
-
+T = TypeVar("T")
 
 # --- arguments ------------------------------------------------------------------------------------------------------
 
 
 def check_name(name: object) -> str | None:
-@overload
-def gen(name: str | None = None, *, type: builtins.type[T], **sampling: Any) -> GenExpr[T]: ...
-@overload
-def gen(name: str | None = None, *, type: object, **sampling: Any) -> GenExpr[Any]: ...
-@overload
-def gen(
-    name: str | None = None,
-    *,
-    choices: Sequence[str],
-    choices_method: ChoicesSamplingMethod | str | None = None,
-    temperature: float | None = None,
-    seed: int | None = None,
-    list_append: bool = False,
-) -> SelectExpr: ...
-@overload
-def gen(
-    name: str | None = None,
-    max_tokens: int | None = None,
-    min_tokens: int | None = None,
-    n: int | None = None,
-    stop: str | Sequence[str] | None = None,
-    stop_token_ids: Sequence[int] | None = None,
-    stop_regex: str | Sequence[str] | None = None,
-    temperature: float | None = None,
-    top_p: float | None = None,
-    top_k: int | None = None,
-    min_p: float | None = None,
-    frequency_penalty: float | None = None,
-    presence_penalty: float | None = None,
-    ignore_eos: bool | None = None,
-    return_logprob: bool | None = None,
-    logprob_start_len: int | None = None,
-    top_logprobs_num: int | None = None,
-    return_text_in_logprobs: bool | None = None,
-    dtype: DType = None,
-    choices: None = None,
-    choices_method: None = None,
-    regex: str | None = None,
-    json_schema: Any = None,
-    *,
-    type: None = None,
-    constraint: Constraint | None = None,
-    list_append: bool = False,
-    ebnf: str | None = None,
-    lark: str | None = None,
-    structural_tag: str | dict[str, Any] | None = None,
-    seed: int | None = None,
-    repetition_penalty: float | None = None,
-    logit_bias: Mapping[int, float] | None = None,
-    no_stop_trim: bool | None = None,
-    skip_special_tokens: bool | None = None,
-    spaces_between_special_tokens: bool | None = None,
-    token_ids_logprob: Sequence[int] | None = None,
-    custom_logit_processor: str | None = None,
-    custom_params: Any = None,
-    unsupported: Literal["refuse", "check"] | None = None,
-    grammar_backend: Literal["auto", "llguidance", "xgrammar"] | None = None,
-    token_healing: bool | None = None,
-) -> GenExpr[str]: ...
     """A capture's name, or `None` for an unnamed one."""
     if name is None:
         return None
     if not isinstance(name, str) or not name:
         raise InvalidParameter(f"name is {name!r}; expected a non-empty string or nothing", param="name")
     return str(name)
+
+
+def check_list_append(name: str | None, list_append: object) -> bool:
+    """Whether a capture is added to a list of its name."""
+    if not isinstance(list_append, bool):
+        raise InvalidParameter(f"list_append is {list_append!r}; expected True or False", param="list_append")
+    if list_append and name is None:
+        raise InvalidParameter("list_append needs a name", hint="name the list", param="list_append")
+    return list_append
 
 
 def many(param: str, value: Any, kind: type) -> tuple[Any, ...] | None:
@@ -247,23 +112,73 @@ def _form(given: Mapping[str, Any], dtype: DType, tp: Any) -> tuple[Constraint |
                 hint="give patterns and schemas with regex=, json_schema=, ebnf=, lark=, choices=",
                 param="constraint",
             )
-    constraint = explicit if explicit is not None else constraint_of(given)
-        unsupported: what becomes of a keyword of `json_schema` that is not enforced while decoding: `refuse` (default)
-            the schema, or `check` the finished value, which fails with `SchemaViolation` when it is not valid.
-        grammar_backend: which backend compiles and checks the constraint, if not the engine's own.
-        token_healing: the last token of the text before is drawn anew where a longer one begins with it, so that the
-            value may begin inside a token: after `"http:"` the token `://` can be written.
-    form = dtype_form(dtype)
-    if form is not None:
+    constraint: Constraint | None = explicit if explicit is not None else constraint_of(given)
+    by_dtype = dtype_form(dtype)
+    if by_dtype is not None:
         if constraint is not None:
             warnings.warn("dtype wins over the other constraint; give only one of them", stacklevel=3)
-        return form.constraint, form
+        return by_dtype.constraint, by_dtype
     return constraint, json_form(constraint) if isinstance(constraint, JsonSchema) else None
+
+
+def _toolbox(others: Mapping[str, Any], tools: Sequence[ToolFunction], fmt: str) -> Toolbox:
+    """The tools that a generation may call; nothing else may say what its text is."""
+    for param, value in others.items():
+        if value is not None:
+            raise InvalidParameter(f"tools and {param} are both given; one must go", param=param)
+    return Toolbox(tools, fmt)
+
+
+class SamplingArguments(TypedDict, total=False):
+    """What every generation takes, by name: see `gen`."""
+
+    max_tokens: int | None
+    min_tokens: int | None
+    n: int | None
+    stop: str | Sequence[str] | None
+    stop_token_ids: Sequence[int] | None
+    stop_regex: str | Sequence[str] | None
+    temperature: float | None
+    top_p: float | None
+    top_k: int | None
+    min_p: float | None
+    frequency_penalty: float | None
+    presence_penalty: float | None
+    repetition_penalty: float | None
+    logit_bias: Mapping[int, float] | None
+    ignore_eos: bool | None
+    return_logprob: bool | None
+    logprob_start_len: int | None
+    top_logprobs_num: int | None
+    token_ids_logprob: Sequence[int] | None
+    seed: int | None
+    custom_logit_processor: str | None
+    custom_params: Any
+    token_healing: bool | None
 
 
 # --- what users call ------------------------------------------------------------------------------------------------
 
 
+@overload
+def gen(
+    name: str | None = None, *, type: builtins.type[T], list_append: bool = False, **sampling: Unpack[SamplingArguments]
+) -> GenExpr[T]: ...
+@overload
+def gen(
+    name: str | None = None, *, type: object, list_append: bool = False, **sampling: Unpack[SamplingArguments]
+) -> GenExpr[Any]: ...
+@overload
+def gen(
+    name: str | None = None,
+    *,
+    choices: Sequence[str],
+    choices_method: ChoicesSamplingMethod | str | None = None,
+    temperature: float | None = None,
+    seed: int | None = None,
+    list_append: bool = False,
+) -> SelectExpr: ...
+@overload
 def gen(
     name: str | None = None,
     max_tokens: int | None = None,
@@ -282,8 +197,54 @@ def gen(
     return_logprob: bool | None = None,
     logprob_start_len: int | None = None,
     top_logprobs_num: int | None = None,
-        "unsupported": unsupported,
-        "constraint": constraint,
+    return_text_in_logprobs: bool | None = None,
+    dtype: DType = None,
+    choices: None = None,
+    choices_method: None = None,
+    regex: str | None = None,
+    json_schema: Any = None,
+    *,
+    type: None = None,
+    constraint: Constraint | None = None,
+    list_append: bool = False,
+    tools: Sequence[ToolFunction] | None = None,
+    tool_choice: str = "auto",
+    parallel_tool_calls: bool = True,
+    tool_format: str = "hermes",
+    ebnf: str | None = None,
+    lark: str | None = None,
+    structural_tag: str | dict[str, Any] | None = None,
+    seed: int | None = None,
+    repetition_penalty: float | None = None,
+    logit_bias: Mapping[int, float] | None = None,
+    no_stop_trim: bool | None = None,
+    skip_special_tokens: bool | None = None,
+    spaces_between_special_tokens: bool | None = None,
+    token_ids_logprob: Sequence[int] | None = None,
+    custom_logit_processor: str | None = None,
+    custom_params: Any = None,
+    unsupported: Literal["refuse", "check"] | None = None,
+    grammar_backend: Literal["auto", "llguidance", "xgrammar"] | None = None,
+    token_healing: bool | None = None,
+) -> GenExpr[str]: ...
+def gen(
+    name: str | None = None,
+    max_tokens: int | None = None,
+    min_tokens: int | None = None,
+    n: int | None = None,
+    stop: str | Sequence[str] | None = None,
+    stop_token_ids: Sequence[int] | None = None,
+    stop_regex: str | Sequence[str] | None = None,
+    temperature: float | None = None,
+    top_p: float | None = None,
+    top_k: int | None = None,
+    min_p: float | None = None,
+    frequency_penalty: float | None = None,
+    presence_penalty: float | None = None,
+    ignore_eos: bool | None = None,
+    return_logprob: bool | None = None,
+    logprob_start_len: int | None = None,
+    top_logprobs_num: int | None = None,
     return_text_in_logprobs: bool | None = None,
     dtype: DType = None,
     choices: Sequence[str] | None = None,
@@ -291,6 +252,13 @@ def gen(
     regex: str | None = None,
     json_schema: Any = None,
     *,
+    type: Any = None,
+    constraint: Constraint | None = None,
+    list_append: bool = False,
+    tools: Sequence[ToolFunction] | None = None,
+    tool_choice: str = "auto",
+    parallel_tool_calls: bool = True,
+    tool_format: str = "hermes",
     ebnf: str | None = None,
     lark: str | None = None,
     structural_tag: str | dict[str, Any] | None = None,
@@ -318,10 +286,16 @@ def gen(
             is not known. A stream of the name gives the list, once all are there.
         stop_regex: patterns that end the text like `stop`, as soon as they match.
         logprob_start_len: with log-probabilities also of the prompt, from this token of the state on.
-        "grammar_backend": grammar_backend,
-        "token_healing": token_healing,
         custom_logit_processor: one that the engine was started with, by name; `custom_params` is handed to it.
         dtype: `int`, `float`, `str` or `bool`: constrains the text; `s.value(name)` is the typed value.
+        type: a Python type (see `json_schema`): `s[name]` is a value of it. An `int`, `float`, `bool`, or a `Literal`
+            or `Enum` of words stands bare in the text; anything else is JSON.
+        constraint: any of these constraints as a value (`sgl.grammars.spec`), for example one per row of a batch.
+        list_append: `s[name]` is the list of what this name captured so far, this value at its end.
+        tools: typed Python functions that the model may call: `s.calls(name)` are the calls it wrote, `s[name]` is the
+            text beside them. `s.tools(...)` is the whole loop. `tool_choice` is `auto`, `none`, `required` or the name
+            of one; `parallel_tool_calls` allows several; `tool_format` is how the model writes them (a name of
+            `sgl.grammars.formats.TOOL_FORMATS`).
         choices: the value is one of them (this is `select`).
         regex: the whole value matches it.
         json_schema: text, dict or a Python type (Pydantic model, dataclass, TypedDict, Enum, `list[int]`, ...; see
@@ -329,6 +303,11 @@ def gen(
         ebnf: a grammar as GBNF writes it; the whole value is a text of it.
         lark: a grammar in llguidance's dialect of Lark.
         structural_tag: JSON text or dict; free text in which triggers begin constrained parts.
+        unsupported: what becomes of a keyword of `json_schema` that is not enforced while decoding: `refuse` (default)
+            the schema, or `check` the finished value, which fails with `SchemaViolation` when it is not valid.
+        grammar_backend: which backend compiles and checks the constraint, if not the engine's own.
+        token_healing: the last token of the text before is drawn anew where a longer one begins with it, so that the
+            value may begin inside a token: after `"http:"` the token `://` can be written.
         seed: makes this generation reproducible on its own.
 
     Raises:
@@ -352,28 +331,29 @@ def gen(
     """
     name = check_name(name)
     refuse(return_text_in_logprobs=return_text_in_logprobs)
-    kind = _dtype(dtype)
     constraints: dict[str, Any] = {
         "regex": regex,
         "json_schema": json_schema,
         "ebnf": ebnf,
         "lark": lark,
         "structural_tag": structural_tag,
+        "unsupported": unsupported,
+        "constraint": constraint,
     }
     if choices is not None:
         many_samples = None if n == 1 else n
-        for param, value in {**constraints, "dtype": dtype, "n": many_samples}.items():
+        for param, value in {**constraints, "dtype": dtype, "type": type, "tools": tools, "n": many_samples}.items():
             if value is not None:
                 raise InvalidParameter(f"choices and {param} are both given; one must go", param=param)
     elif choices_method is not None:
         raise InvalidParameter("choices_method is given without choices", param="choices_method")
-    constraint = constraint_of(constraints)
-    stops: tuple[str, ...] = ()
-    if kind is not None:
-        if constraint is not None:
-            warnings.warn("dtype wins over the other constraint; give only one of them", stacklevel=2)
-        pattern, stops = _DTYPES[kind]
-        constraint = Regex(pattern)
+    toolbox: Toolbox | None = None
+    form: Form | None
+    if tools is not None:
+        toolbox = _toolbox({**constraints, "dtype": dtype, "type": type}, tools, tool_format)
+        constraint, form = toolbox.constraint(tool_choice, parallel_tool_calls), toolbox.form()
+    else:
+        constraint, form = _form(constraints, dtype, type)
     given = {
         "max_new_tokens": max_tokens,
         "min_new_tokens": min_tokens,
@@ -399,16 +379,19 @@ def gen(
         "logprob_start_len": logprob_start_len,
         "custom_logit_processor": custom_logit_processor,
         "custom_params": custom_params,
+        "grammar_backend": grammar_backend,
+        "token_healing": token_healing,
         "seed": seed,
     }
     names = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}
     sampling = _sampling(given, names)
     if choices is not None:
-        return select(name, choices, 0.0 if temperature is None else temperature, choices_method, seed=seed)
-    return GenExpr(name, sampling, constraint, stops, kind)
+        greedy = 0.0 if temperature is None else temperature
+        return select(name, choices, greedy, choices_method, seed=seed, list_append=list_append)
+    return GenExpr(name, sampling, constraint, form, check_list_append(name, list_append), toolbox=toolbox)
 
 
-def _typed(dtype: Literal["int", "str"], doc: str) -> Callable[..., GenExpr]:
+def _typed(dtype: Literal["int", "str"], doc: str) -> Callable[..., GenExpr[str]]:
     def typed(
         name: str | None = None,
         max_tokens: int | None = None,
@@ -428,14 +411,13 @@ def _typed(dtype: Literal["int", "str"], doc: str) -> Callable[..., GenExpr]:
         top_logprobs_num: int | None = None,
         return_text_in_logprobs: bool | None = None,
         **sampling: Any,
-    ) -> GenExpr:
-        expr = gen(
+    ) -> GenExpr[str]:
+        return gen(
             name, max_tokens, None, n, stop, stop_token_ids, stop_regex, temperature, top_p, top_k, min_p,
             frequency_penalty, presence_penalty, ignore_eos, return_logprob, logprob_start_len, top_logprobs_num,
             return_text_in_logprobs, dtype,
             **sampling,
         )  # fmt: skip
-        return cast(GenExpr, expr)  # without choices it is one
 
     typed.__doc__ = doc
     typed.__name__ = typed.__qualname__ = "gen_int" if dtype == "int" else "gen_string"
@@ -480,6 +462,7 @@ def select(
     *,
     seed: int | None = None,
     all_scores: bool = True,
+    list_append: bool = False,
 ) -> SelectExpr:
     """Append the option that the model scores highest; drawn from the scores when `temperature` > 0.
 
@@ -487,6 +470,7 @@ def select(
         all_scores: False stops as soon as the best option is certain: with hundreds of options most are never
             computed, and those have a bound in place of their score (`ChoiceScore.complete`). The option found is the
             same. The `unconditional_likelihood_normalized` method has no such bound and computes all.
+        list_append: as in `gen`.
 
     Raises:
         InvalidParameter: no options, the same twice, not strings, or an unknown method.
@@ -510,148 +494,50 @@ def select(
     checked = Select(
         id=0, name=name or "", choices=options, method=method, temperature=temperature, seed=seed, all_scores=all_scores
     )
-    return SelectExpr(name, options, checked.method, checked.temperature, checked.seed, all_scores)
+    appends = check_list_append(name, list_append)
+    return SelectExpr(name, options, checked.method, checked.temperature, checked.seed, all_scores, appends)
 
 
-def _media(kind: MediaKind, source: str | bytes | Path, num_frames: int | None = None) -> MediaExpr:
-    if isinstance(source, bytes):
-        return MediaExpr(kind, source, num_frames)
-    text = str(source)
-    if text.startswith("data:"):
-        return MediaExpr(kind, base64.b64decode(text.partition(",")[2]), num_frames)
-    try:
-        return MediaExpr(kind, Path(text).read_bytes(), num_frames)
-    except OSError as error:
+def separate_reasoning(expr: Expr | None = None, model_type: str | None = None) -> ExprList:
+    """Take the reasoning out of what generations in `expr` give: `s[name]`, the text of the state and streams of `name`
+    have the answer, and `s[name + "_reasoning_content"]` (which streams too) the reasoning.
+
+    Args:
+        model_type: the format of the reasoning: a name of `sgl.grammars.formats.REASONING_FORMATS`, such as
+            `deepseek-r1`, `qwen3`, `gpt-oss`.
+
+    Raises:
+        InvalidParameter: no such format.
+        Unsupported: a generation with a constraint, which would hold for its reasoning too.
+
+    Example:
+        >>> import sgl
+        >>> @sgl.function
+        ... def think(s):
+        ...     s += "2 + 2? " + sgl.separate_reasoning(sgl.gen("sum"), model_type="qwen3")
+        >>> state = think.run(backend=sgl.MockBackend(["<think>Two twos.</think>4"]))
+        >>> state["sum"], state["sum_reasoning_content"], state.text()
+        ('4', 'Two twos.', '2 + 2? 4')
+    """
+    from sgl.grammars.formats import reasoning_format
+
+    if model_type is None:
         raise InvalidParameter(
-            f"{kind} {text!r} cannot be read: {error.strerror}", hint="give a path to a file, or bytes", param="path"
-        ) from None
+            "separate_reasoning needs model_type", hint='for example model_type="qwen3"', param="model_type"
+        )
+    fmt = reasoning_format(model_type).name
+    if expr is not None and not isinstance(expr, Expr):
+        raise InvalidParameter(f"separate_reasoning got {expr!r}; expected an expression", param="expr")
 
+    def separated(item: str | Expr) -> str | Expr:
+        if not isinstance(item, GenExpr):
+            return item
+        if item.constraint is not None:
+            raise Unsupported(
+                f"{item.name!r} has a constraint, which would hold for its reasoning too",
+                hint="let it reason freely, and constrain another generation after it",
+                param="expr",
+            )
+        return replace(item, reasoning=fmt)
 
-def image(path: str | bytes | Path) -> MediaExpr:
-    """An image: a path, a `data:` address or the bytes of a file.
-
-    Example:
-        >>> import sgl
-        >>> sgl.image(b"\\x89PNG").kind
-        'image'
-    """
-    return _media("image", path)
-
-
-def video(path: str | bytes | Path, num_frames: int) -> MediaExpr:
-    """A video of which `num_frames` frames are shown to the model.
-
-    Example:
-        >>> import sgl
-        >>> sgl.video(b"....", 4).num_frames
-        4
-    """
-    if isinstance(num_frames, bool) or not isinstance(num_frames, int) or num_frames < 1:
-        raise InvalidParameter(f"num_frames is {num_frames!r}; expected an integer >= 1", param="num_frames")
-    return _media("video", path, num_frames)
-
-
-def _turn(role: str, expr: Appendable | None) -> ExprList:
-    if expr is not None and not isinstance(expr, (str, Expr)):
-        raise InvalidParameter(f"{role}() got {expr!r}; expected text or an expression", param="expr")
-    inner = () if expr is None else _items(expr)
-    return ExprList((RoleExpr(role, True), *inner, RoleExpr(role, False)))
-
-
-def system(expr: Appendable | None = None) -> ExprList:
-    """A system turn.
-
-    Example:
-        >>> import sgl
-        >>> sgl.system("Be brief.").items[1]
-        'Be brief.'
-    """
-    return _turn("system", expr)
-
-
-def user(expr: Appendable | None = None) -> ExprList:
-    """A turn of the user.
-
-    Example:
-        >>> import sgl
-        >>> sgl.user("Hi").items[1]
-        'Hi'
-    """
-    return _turn("user", expr)
-
-
-def assistant(expr: Appendable | None = None) -> ExprList:
-    """A turn of the assistant.
-
-    Example:
-        >>> import sgl
-        >>> len(sgl.assistant(sgl.gen("answer")).items)
-        3
-    """
-    return _turn("assistant", expr)
-
-
-def system_begin() -> RoleExpr:
-    """Begin a system turn.
-
-    Example:
-        >>> import sgl
-        >>> sgl.system_begin() + "Be brief." + sgl.system_end() == sgl.system("Be brief.")
-        True
-    """
-    return RoleExpr("system", True)
-
-
-def system_end() -> RoleExpr:
-    """End a system turn.
-
-    Example:
-        >>> import sgl
-        >>> sgl.system_end().begin
-        False
-    """
-    return RoleExpr("system", False)
-
-
-def user_begin() -> RoleExpr:
-    """Begin a turn of the user.
-
-    Example:
-        >>> import sgl
-        >>> sgl.user_begin().role
-        'user'
-    """
-    return RoleExpr("user", True)
-
-
-def user_end() -> RoleExpr:
-    """End a turn of the user.
-
-    Example:
-        >>> import sgl
-        >>> sgl.user_end().begin
-        False
-    """
-    return RoleExpr("user", False)
-
-
-def assistant_begin() -> RoleExpr:
-    """Begin a turn of the assistant.
-
-    Example:
-        >>> import sgl
-        >>> sgl.assistant_begin().role
-        'assistant'
-    """
-    return RoleExpr("assistant", True)
-
-
-def assistant_end() -> RoleExpr:
-    """End a turn of the assistant.
-
-    Example:
-        >>> import sgl
-        >>> sgl.assistant_end().begin
-        False
-    """
-    return RoleExpr("assistant", False)
+    return ExprList(tuple(separated(item) for item in items_of(expr)) if expr is not None else ())

@@ -1,77 +1,43 @@
 """`@function`: a Python function that writes a prompt becomes a program that can be run.
 
-Owns the decorator, running a body (here, or on a thread when streaming), and batches of rows. Bodies run eagerly; what
-they append is buffered by `interpreter.Program` and submitted when a value is needed or the body ends.
+Owns the decorator and running one body: here, on a thread (streams of `def` programs), or as a task (`async def`
+programs). Bodies run eagerly; what they append is buffered by `interpreter.Program` and submitted when a value is
+needed or the body ends. Batches of rows are in `batch`.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextvars
 import difflib
 import functools
 import inspect
-import os
 import threading
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from typing import Any, Literal, overload
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, Literal, ParamSpec, TypeVar, overload
 
-import msgspec
-
-from sgl.errors import Cancelled, InvalidParameter, Unsupported
+from sgl.errors import InvalidParameter, InvalidProgram
+from sgl.lang.async_state import AsyncProgramState
 from sgl.lang.backend import Backend
-from sgl.lang.defaults import default_backend, sampling_defaults
-from sgl.lang.expressions import refuse
-from sgl.lang.graph import ProgramOptions, Sampling, sampling_values
+from sgl.lang.batch import Batch, Row, check_batch
 from sgl.lang.inspection import Inspectable
 from sgl.lang.interpreter import Program
-from sgl.lang.state import ProgramState
+from sgl.lang.options import RunOptions, current_backend
+from sgl.lang.state import ProgramState, StateBase, outer_state
 
-Row = Mapping[str, Any] | Sequence[Any]
-_WINDOW = 200
-"""Rows that a generator-style batch has under way at most."""
-_SAMPLING = (
-    "max_new_tokens",
-    "n",
-    "stop",
-    "stop_token_ids",
-    "stop_regex",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "frequency_penalty",
-    "presence_penalty",
-    "ignore_eos",
-    "return_logprob",
-    "logprob_start_len",
-    "top_logprobs_num",
-)
-"""Arguments of `run` and `run_batch` that are sampling parameters."""
+if TYPE_CHECKING:
+    import typing_extensions
+
+    P = typing_extensions.ParamSpec("P", default=...)
+    R = typing_extensions.TypeVar("R", default=Any)
+else:
+    P = ParamSpec("P")
+    R = TypeVar("R")
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-def _run_sampling(given: Mapping[str, Any]) -> dict[str, Any]:
-    """What holds for generations that do not say it themselves: fields of `Sampling`, checked.
-
-    Args:
-        given: the arguments of `run` or `run_batch` by name; others than the sampling parameters may be among them.
-
-    Raises:
-        InvalidParameter: a wrong type, or a value out of range.
-        Unsupported: an argument that no backend executes yet.
-    """
-    refuse(return_text_in_logprobs=given["return_text_in_logprobs"])
-    values = sampling_values({name: given[name] for name in _SAMPLING})
-    Sampling(**values)  # checks
-    return values
-
-
-def _check_backend(backend: object) -> None:
-    if backend is not None and not isinstance(backend, Backend):
-        raise InvalidParameter(f"backend is {backend!r}; expected an engine or another backend", param="backend")
-
-
-class SglFunction(Inspectable):
+class SglFunction(Inspectable, Generic[P, R]):
     """A program: what `@function` makes. Behaves like the function it wraps (name, docstring, signature, methods).
 
     Example:
@@ -95,16 +61,14 @@ class SglFunction(Inspectable):
     ) -> None:
         if not callable(func):
             raise InvalidParameter(f"function got {func!r}; expected a function", hint="put @sgl.function above a def")
-        if inspect.isgeneratorfunction(func):
+        if inspect.isgeneratorfunction(func) or inspect.isasyncgenfunction(func):
             raise InvalidParameter(
                 f"{func.__name__} is a generator function (it has a yield), which a program cannot be",
                 hint="append to the state, and stream with text_iter()",
             )
-        if inspect.iscoroutinefunction(func) or inspect.isasyncgenfunction(func):
-            raise Unsupported(f"{func.__name__} is an async function; programs are plain functions for now",
-                              hint="write it with def")  # fmt: skip
         functools.update_wrapper(self, func)
         self.func = func
+        self.is_async = inspect.iscoroutinefunction(func)
         self.num_api_spec_tokens = num_api_spec_tokens
         self.bind_arguments: dict[str, Any] = dict(bound or {})
         self._receiver = receiver
@@ -124,16 +88,17 @@ class SglFunction(Inspectable):
 
     __name__: str
 
-    def __get__(self, instance: Any, owner: type | None = None) -> SglFunction:
+    def __get__(self, instance: Any, owner: type | None = None) -> SglFunction[P, R]:
         if instance is None or self._receiver:
             return self
         return SglFunction(self.func, self.num_api_spec_tokens, (instance,), self.bind_arguments)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> ProgramState:
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> ProgramState[R]:
         """`run`."""
-        return self.run(*args, **kwargs)
+        run: Callable[..., ProgramState[R]] = self.run  # which takes options beside the program's own arguments
+        return run(*args, **kwargs)
 
-    def bind(self, **kwargs: Any) -> SglFunction:
+    def bind(self, **kwargs: Any) -> SglFunction[..., R]:
         """The same program with some arguments fixed; a value given here wins over one given later."""
         self._check_names(kwargs)
         return SglFunction(self.func, self.num_api_spec_tokens, self._receiver, {**self.bind_arguments, **kwargs})
@@ -148,7 +113,7 @@ class SglFunction(Inspectable):
                 param=unknown[0],
             )
 
-    def _arguments(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _arguments(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Arguments:
         merged = {**kwargs, **self.bind_arguments}
         try:
             self.__signature__.bind(*args, **merged)
@@ -189,14 +154,21 @@ class SglFunction(Inspectable):
         backend: Backend | None = None,
         use_thread: bool = True,
         cache_salt: str = "",
+        seed: int | None = None,
+        deadline_s: float | None = None,
+        priority: int = 0,
         **kwargs: Any,
-    ) -> ProgramState:
+    ) -> ProgramState[R]:
         """Run the program and wait for its end; its state, with all values.
 
         Args:
             max_new_tokens, stop, temperature, ...: for generations that do not say it themselves. `None` is what the
                 model recommends, or else the constant of `sgl.lang.sampling.Sampling`.
             cache_salt: computed prefixes are shared with programs of the same salt only, for example one per tenant.
+            seed: of the program: each generation draws with a seed derived from it and from its place in the program,
+                so that the same program says the same again. A `gen(seed=)` keeps its own.
+            deadline_s: seconds from now after which the program fails with `DeadlineExceeded`, wherever it is.
+            priority: larger is more urgent.
             stream: return at once; the body runs on a thread and `text_iter` gives text as it appears.
             backend: what executes it; the default backend otherwise.
             use_thread: with `stream`, False runs the body here before returning.
@@ -204,63 +176,160 @@ class SglFunction(Inspectable):
 
         Raises:
             InvalidParameter: a wrong argument; nothing was run.
+            InvalidProgram: an `async def` program, inside of a running event loop (`await run_async(...)` there).
             SglError: the program failed; `location` is its line.
             Exception: what the body raised, unchanged.
         """
-        sampling = _run_sampling(locals())
-        _check_backend(backend)
-        positional, named = self._arguments(args, kwargs)
-        options = ProgramOptions(name=self.__name__, stream=bool(stream), cache_salt=cache_salt)
-        state = self._start(sampling, options, backend)
+        options = RunOptions.of(self.__name__, locals(), self.num_api_spec_tokens)
+        arguments = self._arguments(args, kwargs)
+        program = options.start()
         if stream and use_thread:
-            self._run_on_thread(state, positional, named)
+            state = outer_state(ProgramState(program))
+            self._run_on_thread(program, state, arguments)
             return state
-        self._run_body(state, positional, named)
+        state = ProgramState(program)
+        self._run_here(program, state, arguments)
         if not stream:
-            self._finish(state)
-        return state
+            self._finish(program)
+        return outer_state(state)
 
-    def stream(self, *args: Any, **kwargs: Any) -> ProgramState:
+    def stream(self, *args: Any, **kwargs: Any) -> ProgramState[R]:
         """`run(..., stream=True)`."""
         return self.run(*args, stream=True, **kwargs)
 
-    def _start(self, sampling: Mapping[str, Any], options: ProgramOptions, backend: Backend | None) -> ProgramState:
-        backend = backend if backend is not None else default_backend()
-        resolved = msgspec.structs.replace(sampling_defaults(backend), **sampling)
-        return ProgramState(Program(backend, options, resolved))
+    async def run_async(self, *args: Any, **kwargs: Any) -> ProgramState[R]:
+        """`run` for asyncio: an `async def` body runs as part of this task, a `def` body on a thread.
 
-    def _run_body(self, state: ProgramState, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        program = state._program
-        try:
-            state.ret_value = self.func(*self._receiver, state, *args, **kwargs)
+        Takes what `run` takes. The state that comes back has ended, so reading it does not wait. Cancelling the task
+        cancels the program.
+
+        Example:
+            >>> import asyncio, sgl
+            >>> @sgl.function
+            ... async def double(s, n):
+            ...     s += f"{n} + {n} = " + sgl.gen("sum")
+            ...     return int(await s["sum"])
+            >>> asyncio.run(double.run_async(2, backend=sgl.MockBackend(["4"]))).ret_value
+            4
+        """
+        options, arguments = self._split(args, kwargs)
+        program = options.start()
+        state: ProgramState[R] = ProgramState(program)
+        await self._run_to_end(program, state, arguments)
+        return state
+
+    def start_async(self, *args: Any, **kwargs: Any) -> AsyncProgramState:
+        """Start a streaming run on the running event loop; its state, whose reads and streams are awaited.
+
+        Takes what `run` takes. A `def` body runs on a thread, an `async def` body as a task.
+
+        Example:
+            >>> import asyncio, sgl
+            >>> @sgl.function
+            ... async def hello(s):
+            ...     s += "Hello " + sgl.gen("who")
+            >>> async def main():
+            ...     state = hello.start_async(backend=sgl.MockBackend(["new world"]))
+            ...     return [piece async for piece in state.text_iter("who")]
+            >>> asyncio.run(main())
+            ['new', ' world']
+        """
+        options, arguments = self._split(args, {**kwargs, "stream": True})
+        program = options.start()
+        state = AsyncProgramState(program, outside=True)
+        if not self.is_async:
+            self._run_on_thread(program, ProgramState(program, state._core), arguments)
+            return state
+        program.body_open = True
+        program.body_task = asyncio.get_running_loop().create_task(
+            self._beside(program, ProgramState(program, state._core), arguments), name=f"sgl-{self.__name__}"
+        )
+        return state
+
+    def _split(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[RunOptions, Arguments]:
+        """The options of a run and the program's own arguments, out of what was given together."""
+        given = {**_RUN_DEFAULTS, **{name: value for name, value in kwargs.items() if name in _RUN_DEFAULTS}}
+        own = {name: value for name, value in kwargs.items() if name not in _RUN_DEFAULTS}
+        return RunOptions.of(self.__name__, given, self.num_api_spec_tokens), self._arguments(args, own)
+
+    # --- bodies ---
+
+    def _body_on(self, state: StateBase, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Run the body on a state; a coroutine, of an `async def` body."""
+        if self.is_async and not isinstance(state, AsyncProgramState):
+            raise InvalidProgram(
+                f"{self.__name__} is async; a def program cannot go on with it", hint="make the caller async def"
+            )
+        positional, named = self._arguments(args, kwargs)
+        return self.func(*self._receiver, state, *positional, **named)
+
+    def _body_state(self, state: ProgramState[Any]) -> StateBase:
+        """The same state as the body is given it."""
+        return AsyncProgramState(state._program, state._core) if self.is_async else ProgramState(
+            state._program, state._core
+        )  # fmt: skip
+
+    def _run_here(self, program: Program, state: ProgramState[Any], arguments: Arguments) -> None:
+        """Run the body to its end on this thread."""
+        if self.is_async:
+            _run_coroutine(self._run_async_body(program, state, arguments), self.__name__)
+            return
+        with _body_of(program):
+            program.returned = self._body_on(self._body_state(state), *arguments)
             program.flush(finish=True)
+
+    async def _run_async_body(self, program: Program, state: ProgramState[Any], arguments: Arguments) -> None:
+        with _body_of(program):
+            program.returned = await self._body_on(self._body_state(state), *arguments)
+            program.flush(finish=True)
+
+    async def _run_to_end(self, program: Program, state: ProgramState[Any], arguments: Arguments) -> None:
+        """Run a body of either kind, and wait for the program's end."""
+        try:
+            if self.is_async:
+                await self._run_async_body(program, state, arguments)
+            else:
+                await asyncio.to_thread(self._run_here, program, state, arguments)
+            await program.wait_end_async()
         except BaseException:
             program.cancel()
             raise
 
-    def _finish(self, state: ProgramState) -> None:
+    def _finish(self, program: Program) -> None:
         try:
-            state._program.wait_end()
+            program.wait_end()
         except BaseException:
-            state._program.cancel()
+            program.cancel()
             raise
 
-    def _run_on_thread(self, state: ProgramState, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        program = state._program
+    async def _beside(self, program: Program, state: ProgramState[Any], arguments: Arguments) -> None:
+        """Run an async body as a task of its own; what it raises is raised where the state is read."""
+        try:
+            await self._run_async_body(program, state, arguments)
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:  # noqa: BLE001 - raised where the state is read
+            program.body_error = error
+        finally:
+            program.end_body()
+
+    def _run_on_thread(self, program: Program, state: ProgramState[Any], arguments: Arguments) -> None:
+        inner: ProgramState[Any] = ProgramState(program, state._core)
 
         def body() -> None:
             program.body_thread = threading.get_ident()
             started.set()
             try:
-                self._run_body(state, args, kwargs)
+                self._run_here(program, inner, arguments)
             except BaseException as error:  # noqa: BLE001 - raised where the state is read
                 program.body_error = error
             finally:
-                program.body_thread = None
-                program.notify()
+                program.end_body()
 
+        program.body_open = True
         started = threading.Event()
-        threading.Thread(target=body, name=f"sgl-{self.__name__}", daemon=True).start()
+        context = contextvars.copy_context()
+        threading.Thread(target=context.run, args=(body,), name=f"sgl-{self.__name__}", daemon=True).start()
         started.wait()
 
     # --- batches ---
@@ -293,13 +362,17 @@ class SglFunction(Inspectable):
         stop_on_error: bool = True,
         on_error: Literal["raise", "return"] = "raise",
         cache_salt: str = "",
+        seed: int | None = None,
+        deadline_s: float | None = None,
+        priority: int = 0,
     ) -> Any:
         """Run the program for every row; the states in the order of the rows.
 
         Args:
             batch_kwargs: per row a dict of arguments, or a list or tuple of them by position. Rows are not changed.
-            max_new_tokens, ..., cache_salt: as `run` takes them.
-            num_threads: bodies that run at the same time; `auto` is max(96, 16 per core), at most one per row.
+            max_new_tokens, ..., priority: as `run` takes them; each row has a seed derived from `seed`.
+            num_threads: bodies that run at the same time; `auto` is max(96, 16 per core), or 1024 of `async def`
+                programs, which need no threads.
             generator_style: an iterator that gives the states as they are ready, in order.
             on_result: called here with (index, state or error) as rows end.
             on_error: `raise` the first error; `return` it in the place of its row.
@@ -309,30 +382,57 @@ class SglFunction(Inspectable):
         Raises:
             InvalidParameter: a row does not fit the program's parameters; nothing was run.
         """
-        sampling = _run_sampling(locals())
-        _check_backend(backend)
-        if not isinstance(batch_kwargs, Iterable) or isinstance(batch_kwargs, (str, bytes, Mapping)):
-            raise InvalidParameter(f"batch_kwargs is {batch_kwargs!r}; expected a list of rows", param="batch_kwargs")
-        if on_result is not None and not callable(on_result):
-            raise InvalidParameter(f"on_result is {on_result!r}; expected a function", param="on_result")
-        if on_error not in ("raise", "return"):
-            raise InvalidParameter(f"on_error is {on_error!r}; expected 'raise' or 'return'", param="on_error")
-        if num_threads != "auto" and (
-            isinstance(num_threads, bool) or not isinstance(num_threads, int) or num_threads < 1
-        ):
-            raise InvalidParameter(f"num_threads is {num_threads!r}; expected 'auto' or >= 1", param="num_threads")
-        options = ProgramOptions(name=self.__name__, cache_salt=cache_salt)
-        rows = [self._row(index, row) for index, row in enumerate(batch_kwargs)]
-        if not rows:
+        check_batch(on_result, on_error, num_threads)
+        options = RunOptions.of(self.__name__, locals(), self.num_api_spec_tokens)
+        batch = self._batch(batch_kwargs, options, num_threads, on_result)
+        if not len(batch):
             return iter(()) if generator_style else []
-        chosen = backend if backend is not None else default_backend()
-        limit = max(96, 16 * (os.cpu_count() or 1)) if num_threads == "auto" else num_threads
-        batch = _Batch(self, rows, sampling, options, chosen, min(limit, len(rows)), on_result, stop_on_error, on_error)
         if generator_style:
-            return batch.in_order(progress_bar)
-        return batch.all(progress_bar)
+            return batch.in_order(progress_bar, on_error, stop_on_error)
+        return batch.all(progress_bar, on_error, stop_on_error)
 
-    def _row(self, index: int, row: Row) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def batch(
+        self,
+        rows: Sequence[Row],
+        *,
+        num_threads: int | Literal["auto"] = "auto",
+        on_result: Callable[[int, Any], None] | None = None,
+        **options: Any,
+    ) -> Batch[R]:
+        """Rows that run when the batch is iterated: results as they are ready, with their index; or `events()`.
+
+        Takes the options of `run` besides. At most `num_threads` rows are under way or wait to be looked at, so a slow
+        consumer slows the batch and not its memory.
+
+        Example:
+            >>> import sgl
+            >>> @sgl.function
+            ... def echo(s, word):
+            ...     s += word + sgl.gen("more")
+            >>> batch = echo.batch([["a"], ["b"]], backend=sgl.MockBackend(lambda prompt, node: prompt * 2))
+            >>> sorted((result.index, result.state["more"]) for result in batch)
+            [(0, 'aa'), (1, 'bb')]
+        """
+        check_batch(on_result, "return", num_threads)
+        for name in options:
+            if name not in _RUN_DEFAULTS:
+                raise InvalidParameter(f"{name!r} is no option of a batch", hint="arguments go into rows", param=name)
+        run_options = RunOptions.of(self.__name__, {**_RUN_DEFAULTS, **options}, self.num_api_spec_tokens)
+        return self._batch(rows, run_options, num_threads, on_result)
+
+    def _batch(
+        self,
+        rows: Sequence[Row],
+        options: RunOptions,
+        num_threads: int | Literal["auto"],
+        on_result: Callable[[int, Any], None] | None,
+    ) -> Batch[R]:
+        if not hasattr(rows, "__iter__") or isinstance(rows, (str, bytes, Mapping)):
+            raise InvalidParameter(f"batch_kwargs is {rows!r}; expected a list of rows", param="batch_kwargs")
+        arguments = [self._row(index, row) for index, row in enumerate(rows)]
+        return Batch(self, arguments, options.chosen() if arguments else options, num_threads, on_result)
+
+    def _row(self, index: int, row: Row) -> Arguments:
         if isinstance(row, Mapping):
             args, kwargs = (), dict(row)
         elif isinstance(row, (list, tuple)):
@@ -345,167 +445,82 @@ class SglFunction(Inspectable):
             raise InvalidParameter(f"row {index}: {error.message}", hint=error.hint, param="batch_kwargs") from None
 
 
-class _Batch:
-    """Rows of one program that run on a bounded pool."""
-
-    def __init__(
-        self,
-        function: SglFunction,
-        rows: list[tuple[tuple[Any, ...], dict[str, Any]]],
-        sampling: Mapping[str, Any],
-        options: ProgramOptions,
-        backend: Backend,
-        num_threads: int,
-        on_result: Callable[[int, Any], None] | None,
-        stop_on_error: bool,
-        on_error: str,
-    ) -> None:
-        self._function = function
-        self._rows = rows
-        self._sampling = sampling
-        self._options = options
-        self._backend = backend
-        self._num_threads = num_threads
-        self._on_result = on_result
-        self._stop_on_error = stop_on_error
-        self._on_error = on_error
-        self._lock = threading.Lock()
-        self._running: set[Program] = set()
-        self._stopped = False
-
-    def _run_row(self, index: int) -> ProgramState:
-        args, kwargs = self._rows[index]
-        state = self._function._start(self._sampling, self._options, self._backend)
-        with self._lock:
-            if self._stopped:
-                raise Cancelled(f"row {index} was not run: another row failed")
-            self._running.add(state._program)
-        try:
-            self._function._run_body(state, args, kwargs)
-            self._function._finish(state)
-        finally:
-            with self._lock:
-                self._running.discard(state._program)
-        return state
-
-    def _stop(self) -> None:
-        with self._lock:
-            self._stopped = True
-            running = list(self._running)
-        for program in running:
-            program.cancel()
-
-    def _result(self, index: int, future: Future[ProgramState]) -> Any:
-        error = future.exception()
-        result = error if error is not None else future.result()
-        if isinstance(error, BaseException) and not isinstance(error, Exception):
-            raise error
-        if self._on_result is not None:
-            self._on_result(index, result)
-        return result
-
-    def all(self, progress_bar: bool) -> list[Any]:
-        """Every row's result, in order."""
-        results: list[Any] = [None] * len(self._rows)
-        first: Exception | None = None
-        with (
-            ThreadPoolExecutor(self._num_threads, thread_name_prefix="sgl-batch") as pool,
-            _bar(len(self._rows), progress_bar) as advance,
-        ):
-            try:
-                pending = {pool.submit(self._run_row, index): index for index in range(len(self._rows))}
-                while pending:
-                    done, _ = wait(pending, return_when=FIRST_COMPLETED)
-                    for future in sorted(done, key=pending.__getitem__):
-                        index = pending.pop(future)
-                        results[index] = self._result(index, future)
-                        advance()
-                        error = results[index]
-                        if isinstance(error, Exception) and self._on_error == "raise":
-                            first = first if first is not None else error
-                            if self._stop_on_error:
-                                raise first
-            except BaseException:
-                self._stop()
-                pool.shutdown(wait=False, cancel_futures=True)
-                raise
-        if first is not None:
-            raise first
-        return results
-
-    def in_order(self, progress_bar: bool) -> Iterator[Any]:
-        """Results in the order of the rows, with a bounded number of rows under way."""
-        first: Exception | None = None
-        with (
-            ThreadPoolExecutor(self._num_threads, thread_name_prefix="sgl-batch") as pool,
-            _bar(len(self._rows), progress_bar) as advance,
-        ):
-            try:
-                window: deque[Future[ProgramState]] = deque()
-                submitted = 0
-                for index in range(len(self._rows)):
-                    while submitted < len(self._rows) and len(window) < _WINDOW:
-                        window.append(pool.submit(self._run_row, submitted))
-                        submitted += 1
-                    future = window.popleft()
-                    result = self._result(index, future)
-                    advance()
-                    if first is None and isinstance(result, Exception) and self._on_error == "raise":
-                        first = result
-                        if self._stop_on_error:
-                            raise first
-                    if first is None:
-                        yield result
-            except BaseException:
-                self._stop()
-                pool.shutdown(wait=False, cancel_futures=True)
-                raise
-        if first is not None:
-            raise first
+@contextmanager
+def _body_of(program: Program) -> Iterator[None]:
+    """While a body runs: programs that it runs use its backend, and what it raises ends its program."""
+    token = current_backend.set(program.backend)
+    try:
+        yield
+    except BaseException:
+        program.cancel()
+        raise
+    finally:
+        current_backend.reset(token)
 
 
-class _bar:
-    """A progress bar on standard error, or nothing."""
-
-    def __init__(self, total: int, shown: bool) -> None:
-        self._total = total
-        self._shown = shown
-        self._progress: Any = None
-
-    def __enter__(self) -> Callable[[], None]:
-        if not self._shown:
-            return lambda: None
-        from rich.console import Console
-        from rich.progress import Progress
-
-        self._progress = Progress(console=Console(stderr=True))
-        self._progress.start()
-        task = self._progress.add_task("rows", total=self._total)
-        return lambda: self._progress.advance(task)
-
-    def __exit__(self, *_: object) -> None:
-        if self._progress is not None:
-            self._progress.stop()
+def _run_coroutine(body: Coroutine[Any, Any, None], name: str) -> None:
+    """Run an async body from a synchronous caller."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        asyncio.run(body)
+        return
+    body.close()
+    raise InvalidProgram(f"{name}.run() would block the event loop that runs here", hint=f"await {name}.run_async(...)")
 
 
-@overload
-def function(func: Callable[..., Any], num_api_spec_tokens: int | None = None) -> SglFunction: ...
+if TYPE_CHECKING:
+
+    class SglMethod(Generic[P, R]):
+        """What type checkers see of `@function` on a method."""
+
+        def __get__(self, instance: Any, owner: type | None = None) -> SglFunction[P, R]: ...
+
+    class _Decorator:
+        """What `@function(...)` with options gives: for type checkers, `function` itself."""
+
+        @overload
+        def __call__(
+            self, func: Callable[Concatenate[AsyncProgramState, P], Coroutine[Any, Any, R]]
+        ) -> SglFunction[P, R]: ...
+        @overload
+        def __call__(self, func: Callable[Concatenate[ProgramState[Any], P], R]) -> SglFunction[P, R]: ...
+        @overload
+        def __call__(
+            self, func: Callable[Concatenate[Any, AsyncProgramState, P], Coroutine[Any, Any, R]]
+        ) -> SglMethod[P, R]: ...
+        @overload
+        def __call__(self, func: Callable[Concatenate[Any, ProgramState[Any], P], R]) -> SglMethod[P, R]: ...
+        def __call__(self, func: Callable[..., Any]) -> Any: ...
 
 
 @overload
 def function(
-    func: None = None, num_api_spec_tokens: int | None = None
-) -> Callable[[Callable[..., Any]], SglFunction]: ...
-
-
+    func: Callable[Concatenate[AsyncProgramState, P], Coroutine[Any, Any, R]], num_api_spec_tokens: int | None = None
+) -> SglFunction[P, R]: ...
+@overload
 def function(
-    func: Callable[..., Any] | None = None, num_api_spec_tokens: int | None = None
-) -> SglFunction | Callable[[Callable[..., Any]], SglFunction]:
+    func: Callable[Concatenate[ProgramState[Any], P], R], num_api_spec_tokens: int | None = None
+) -> SglFunction[P, R]: ...
+@overload
+def function(
+    func: Callable[Concatenate[Any, AsyncProgramState, P], Coroutine[Any, Any, R]],
+    num_api_spec_tokens: int | None = None,
+) -> SglMethod[P, R]: ...
+@overload
+def function(
+    func: Callable[Concatenate[Any, ProgramState[Any], P], R], num_api_spec_tokens: int | None = None
+) -> SglMethod[P, R]: ...
+@overload
+def function(func: None = None, num_api_spec_tokens: int | None = None) -> _Decorator: ...
+def function(func: Callable[..., Any] | None = None, num_api_spec_tokens: int | None = None) -> Any:
     """Make a program of a function whose first parameter (after `self`, in a class) is the prompt state.
+
+    Of an `async def`, reads of values are awaited: `await s["x"]`. Annotate the state (`s: sgl.ProgramState`, or
+    `sgl.AsyncProgramState`) and type checkers know the program's arguments and what it returns.
 
     Raises:
         InvalidParameter: the function has no parameter.
-        Unsupported: it is an async function.
 
     Example:
         >>> import sgl
@@ -520,5 +535,11 @@ def function(
     return SglFunction(func, num_api_spec_tokens)
 
 
-_RUN_OPTIONS = frozenset(inspect.signature(SglFunction.run).parameters) - {"self", "args", "kwargs"}
+_RUN_PARAMETERS = inspect.signature(SglFunction.run).parameters
+_RUN_DEFAULTS: dict[str, Any] = {
+    name: parameter.default
+    for name, parameter in _RUN_PARAMETERS.items()
+    if parameter.kind is inspect.Parameter.KEYWORD_ONLY
+}
+_RUN_OPTIONS = frozenset(_RUN_DEFAULTS)
 """Names that `run` takes for itself."""

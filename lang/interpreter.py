@@ -4,24 +4,37 @@ Owns the session with the backend, the numbering of nodes and branches, and the 
 nothing is sent until a value is needed (`wait`, `read_text`) or the body ends (`finish`). A fragment is everything that
 was buffered on all branches since the last one.
 
-Events arrive on a thread of the backend and only fill captures and wake waiters. Every wait ends: by its value, by the
-program's failure (raised with the line of the program), or by its end. Thread-safe.
+Events arrive on a thread of the backend and only fill captures and wake waiters, which block (`wait`) or await
+(`wait_async`). Every wait ends: by its value, by the program's failure (raised with the line of the program), by its
+deadline, or by its end. Thread-safe.
 """
 
 from __future__ import annotations
 
-import sys
+import asyncio
 import threading
+import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from types import FrameType
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 
-from sgl.errors import Cancelled, InternalError, InvalidProgram, SglError, SourceLocation, StateLost
+from sgl.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    InternalError,
+    InvalidProgram,
+    SglError,
+    SourceLocation,
+    StateLost,
+)
 from sgl.lang.backend import Backend, Session
+from sgl.lang.capture import Capture as Capture
+from sgl.lang.capture import UnknownName as UnknownName
+from sgl.lang.capture import user_location as user_location
+from sgl.lang.capture import waker
 from sgl.lang.graph import (
     MAIN_BRANCH,
     DeltaEvent,
@@ -46,39 +59,8 @@ from sgl.lang.graph import (
 )
 from sgl.lang.passes import liveness, merge_text
 
-_OURS = ("sgl.lang.", "contextlib")
-"""Modules whose frames are not the program: this room, and what runs its context managers."""
-
-
-def user_location() -> SourceLocation | None:
-    """The innermost line on this thread's stack that is not of this room."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if not frame.f_globals.get("__name__", "").startswith(_OURS):
-            return SourceLocation(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
-        frame = frame.f_back
-    return None
-
-
-class UnknownName(InvalidProgram, KeyError):
-    """A name that nothing captured; also a `KeyError`. On the wire it is `InvalidProgram`."""
-
-    __str__ = InvalidProgram.__str__
-
-
-class Capture:
-    """A value that a generation or select will have. Filled once, by the event of its node."""
-
-    __slots__ = ("branch", "dtype", "event", "is_json", "location", "name", "node")
-
-    def __init__(self, name: str, branch: int, location: SourceLocation | None, dtype: str | None, is_json: bool):
-        self.name = name
-        self.branch = branch
-        self.location = location
-        self.dtype = dtype
-        self.is_json = is_json
-        self.node: int | None = None
-        self.event: ValueEvent | None = None
+_DEADLINE_GRACE_S = 2.0
+"""How long after its deadline a program waits for the backend to say so, before it says so itself."""
 
 
 class Program:
@@ -88,17 +70,23 @@ class Program:
         backend: executes it; opened at the first submission.
         options: of the whole program.
         sampling: what holds for generations that say nothing else.
+        seed: of the whole program; each generation without a seed has one derived from it and from its place.
     """
 
-    def __init__(self, backend: Backend, options: ProgramOptions, sampling: Sampling) -> None:
+    def __init__(self, backend: Backend, options: ProgramOptions, sampling: Sampling, seed: int | None = None) -> None:
         self.options = options
         self.sampling = sampling
+        self.seed = seed
+        self.started_at = time.monotonic()
         self.changed = threading.Condition()
+        self.body_open = False  # a body runs beside whoever started it
         self.body_thread: int | None = None
+        self.body_task: asyncio.Task[None] | None = None
+        self.returned: Any = None  # by the body
         self.body_error: BaseException | None = None
         self.version = 0  # counts wake-ups, so that a reader of streams misses none
-        self.stream: list[TextEvent | DeltaEvent] = []
-        self._backend = backend
+        self.stream: list[tuple[float, Event]] = []  # with the time since the start; of streaming programs only
+        self.backend = backend
         self._session: Session | None = None
         self._submitting = threading.RLock()
         self._buffer: list[tuple[Node, Capture | None]] = []
@@ -119,6 +107,7 @@ class Program:
         self._fault: SglError | None = None
         self._done: DoneEvent | None = None
         self._listeners: set[Callable[[], None]] = set()
+        self._waiters: dict[Capture, list[Callable[[], None]]] = {}
 
     # --- building ---
 
@@ -177,7 +166,7 @@ class Program:
                     self._finished = finish
                 session = self._session
                 if session is None:
-                    session = self._backend.open(self._on_event, self.options)
+                    session = self.backend.open(self._on_event, self._options_left())
                     self._session = session
                 session.submit(graph, finish=finish)
             except BaseException as error:
@@ -188,6 +177,16 @@ class Program:
                 cancelled = self.cancelled
             if cancelled:
                 session.cancel()
+
+    def _options_left(self) -> ProgramOptions:
+        """The options as they are now: a body that took its time has less of it left."""
+        left = self._time_left()
+        return self.options if left is None else msgspec.structs.replace(self.options, deadline_s=max(left, 0.001))
+
+    def _time_left(self) -> float | None:
+        if self.options.deadline_s is None:
+            return None
+        return self.started_at + self.options.deadline_s - time.monotonic()
 
     def _submission_failed(self, error: BaseException) -> None:
         """What was buffered is lost, so no read may wait for it: the program has failed."""
@@ -255,16 +254,20 @@ class Program:
 
     def _on_event(self, event: Event) -> None:
         with self.changed:
+            if self.options.stream and not isinstance(event, HandlesEvent):
+                self.stream.append((time.monotonic() - self.started_at, event))
             match event:
                 case ValueEvent():
                     capture = self._captures.pop(event.node, None)
                     if capture is not None:
                         capture.event = event
+                        for wake in self._waiters.pop(capture, ()):
+                            wake()
                     self._confirmed = self._confirmed or event.node >= self._fragment_start
                 case JoinedEvent():
                     self._confirmed = self._confirmed or event.node >= self._fragment_start
                 case TextEvent() | DeltaEvent():
-                    self.stream.append(event)
+                    pass
                 case HandlesEvent():
                     # One that was on its way when the latest fragment left speaks of an older state.
                     if self._confirmed:
@@ -280,6 +283,10 @@ class Program:
         self.changed.notify_all()
         for listener in tuple(self._listeners):
             listener()
+        if self._waiters and (self.ended or self._cancelled):
+            waiting, self._waiters = self._waiters, {}
+            for wake in (wake for wakes in waiting.values() for wake in wakes):
+                wake()
 
     def listen(self, listener: Callable[[], None], *, on: bool) -> None:
         """Call `listener` (which must not block) at every event, or no more."""
@@ -310,13 +317,17 @@ class Program:
 
     @property
     def body_running(self) -> bool:
-        """The body is running on another thread than the caller's."""
-        return self.body_thread is not None and self.body_thread != threading.get_ident()
+        """The body runs somewhere else: on another thread than the caller's, or as a task."""
+        return self.body_open and not self.in_body
 
     @property
     def in_body(self) -> bool:
-        """The caller is the body, running on its thread."""
+        """The caller is the body, running on a thread of its own."""
         return self.body_thread is not None and self.body_thread == threading.get_ident()
+
+    def location(self, node: int) -> SourceLocation | None:
+        """The program line that made a node."""
+        return self._locations.get(node)
 
     def raise_if_failed(self, location: SourceLocation | None = None) -> None:
         """Raise what went wrong, if anything did: an error of the backend, or of the body on its thread."""
@@ -331,7 +342,11 @@ class Program:
         if self._failed is not None:
             # A new object each time: tracebacks of several readers do not mix.
             error = SglError.from_info(self._failed.error)
+            if isinstance(error, DeadlineExceeded):
+                error = self._late()  # the backend knows what was left of the deadline when the program was opened
             node = self._failed.node
+            if node is not None:
+                error.add_note(f"in program {self.options.name!r}, node {node} on branch {self._failed.branch}")
             raise error.at(self._locations.get(node) if node is not None else location)
 
     def wait_for(self, ready: Callable[[], bool], location: SourceLocation | None = None) -> None:
@@ -345,19 +360,94 @@ class Program:
 
     def sleep(self) -> None:
         """Until the next event or wake-up; `changed` is held. Ctrl-C in here is also the end of the program."""
+        left = self._time_left()
         try:
-            self.changed.wait()
+            self.changed.wait(None if left is None else max(0.0, left) + _DEADLINE_GRACE_S)
         except BaseException:
             self.cancel()
             raise
+        self._check_deadline(_DEADLINE_GRACE_S)
 
-    def wait(self, capture: Capture) -> ValueEvent:
-        """The event of a capture; submits what is buffered if it needs that."""
-        if capture.event is None:
-            if capture.node is None:
-                self.flush()
-            self.wait_for(lambda: capture.event is not None, capture.location)
-        return cast(ValueEvent, capture.event)
+    def _check_deadline(self, grace_s: float) -> None:
+        """Fail the program once its deadline is over and nobody else has done so. `changed` is held."""
+        left = self._time_left()
+        if left is None or left + grace_s > 0 or self.ended:
+            return
+        self._fault = self._late()
+        self.cancel()
+
+    def _late(self) -> SglError:
+        return DeadlineExceeded(
+            f"program {self.options.name!r} ran longer than its deadline of {self.options.deadline_s} s",
+            hint="raise deadline_s, or generate less",
+        )
+
+    def wait(self, captures: Iterable[Capture]) -> None:
+        """Wait until all of them are there; submits what is buffered if they need that."""
+        for capture in captures:
+            if capture.event is None:
+                if capture.node is None:
+                    self.flush()
+                self.wait_for(lambda capture=capture: capture.event is not None, capture.location)  # type: ignore[misc]
+
+    async def wait_async(self, captures: Iterable[Capture]) -> None:
+        """`wait` without a thread that waits. What tasks appended side by side is submitted as one fragment."""
+        missing = [capture for capture in captures if capture.event is None]
+        if any(capture.node is None for capture in missing):
+            await asyncio.sleep(0)  # let the tasks that are ready append what they have
+            self.flush()
+        for capture in missing:
+            while capture.event is None:
+                await self._woken(capture)
+
+    async def wait_for_async(self, ready: Callable[[], bool]) -> None:
+        """`wait_for` without a thread that waits."""
+        wake, woken = waker()
+        self.listen(wake, on=True)
+        try:
+            while True:
+                woken.clear()
+                with self.changed:
+                    if ready():
+                        return
+                    self._raise_if_failed()
+                    if self._done is not None and not self.body_open:
+                        raise StateLost("the program ended without that value")
+                await self._in_time(woken)
+        finally:
+            self.listen(wake, on=False)
+
+    async def _woken(self, capture: Capture) -> None:
+        """Until something happened that may have filled a capture; raises what ends the program before that."""
+        wake, woken = waker()
+        with self.changed:
+            if capture.event is not None:
+                return
+            self._raise_if_failed(capture.location)
+            if self._done is not None:
+                raise StateLost("the program ended without that value", location=capture.location)
+            self._waiters.setdefault(capture, []).append(wake)
+        try:
+            await self._in_time(woken)
+        finally:
+            with self.changed:
+                wakes = self._waiters.get(capture, [])
+                if wake in wakes:
+                    wakes.remove(wake)
+
+    async def _in_time(self, woken: asyncio.Event) -> None:
+        """Wait for `woken`, or for the deadline."""
+        left = self._time_left()
+        try:
+            async with asyncio.timeout(None if left is None else max(0.0, left) + _DEADLINE_GRACE_S):
+                await woken.wait()
+        except TimeoutError:
+            with self.changed:
+                self._check_deadline(_DEADLINE_GRACE_S)
+
+    async def wait_end_async(self) -> None:
+        """`wait_end` for asyncio."""
+        await self.wait_for_async(lambda: self._done is not None)
 
     def wait_end(self) -> None:
         """Wait until the program has ended; raises if it failed."""
@@ -365,28 +455,58 @@ class Program:
 
     def read_state(self, branch: int) -> StateText:
         """The text and ids of a branch after everything appended so far."""
+        future = self._ask_state(branch)
+        with self.changed:
+            while not future.done() and not self.ended:
+                self.sleep()
+        return self._answered(future, branch)
+
+    async def read_state_async(self, branch: int) -> StateText:
+        """`read_state` for asyncio."""
+        future = self._ask_state(branch)
+        wake, woken = waker()
+        self.listen(wake, on=True)
+        try:
+            while not future.done() and not self.ended:
+                woken.clear()
+                if not future.done():
+                    await self._in_time(woken)
+        finally:
+            self.listen(wake, on=False)
+        return self._answered(future, branch)
+
+    def _ask_state(self, branch: int) -> Future[StateText]:
         self.flush()
         self.raise_if_failed()
-        if self._done is not None or self._session is None:
-            if self._session is None:
-                return StateText("")
+        if self._session is None:
+            empty: Future[StateText] = Future()
+            empty.set_result(StateText(""))
+            return empty
+        if self._done is not None:
             raise StateLost(
                 f"branch {branch} is released with the end of its program",
                 hint="read its text inside the body, before the join",
             )
         future: Future[StateText] = self._session.read_state(branch)
         future.add_done_callback(self._on_read)
-        with self.changed:
-            while not future.done() and not self.ended:
-                self.sleep()
-            if not future.done():
-                self._raise_if_failed()
-                raise StateLost(f"branch {branch} was released before its text was read")
+        return future
+
+    def _answered(self, future: Future[StateText], branch: int) -> StateText:
+        if not future.done():
+            self.raise_if_failed()
+            raise StateLost(f"branch {branch} was released before its text was read")
         error = future.exception()
         if error is not None:
             self.raise_if_failed()
             raise error
         return future.result()
+
+    def end_body(self) -> None:
+        """The body that ran beside whoever started it has ended."""
+        with self.changed:
+            self.body_open = False
+            self.body_thread = None
+            self._wake()
 
     def notify(self) -> None:
         """Wake everyone who waits: a name was captured, or the body ended."""

@@ -27,6 +27,7 @@ from sgl.errors import (
     StateLost,
     Unsupported,
 )
+from sgl.grammars.formats import message_parser, reasoning_format
 from sgl.grammars.spec import Choices, Regex
 from sgl.lang.backend import EventSink
 from sgl.lang.graph import (
@@ -264,9 +265,6 @@ class MockSession:
 
     def submit(self, graph: Graph, *, finish: bool = False) -> None:
         """Execute the next fragment."""
-        for node in graph.nodes:
-            if isinstance(node, Gen) and node.tools:
-                raise Unsupported("the mock cannot call tools", location=node.location)
         self._backend.graphs.append(graph)
         self._backend._post(lambda: self._run(graph, finish))
 
@@ -473,6 +471,9 @@ class MockSession:
                 self._emit(DeltaEvent(node.id, branch.id, node.name, word, _ids(word)))
         else:
             branch.text += text
+        if node.reasoning is not None:
+            answer = message_parser(reasoning=reasoning_format(node.reasoning)).parse(text).content
+            branch.text = prompt + answer
         self._value(
             node,
             ValueEvent(

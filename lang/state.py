@@ -1,247 +1,83 @@
 """`ProgramState`: the prompt that a program writes, and the values that come back.
 
-Owns what users touch as `s`: appending, reading, roles, forks. Each state is one branch of a running `Program` and
-holds no thread. Reading a value is the only thing that waits.
+Owns what users touch as `s` in a `def` program: appending, reading, roles, forks, streams. Each state shows one branch
+of a running `Program` (`branches.BranchState`) and holds no thread. Reading a value is the only thing that waits; in an
+`async def` program it is awaited (`async_state`).
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import weakref
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeAlias, cast, overload
 
-from sgl.errors import InvalidParameter, InvalidProgram, SglError, SourceLocation, StateLost, Truncated
-from sgl.grammars.spec import JsonSchema
-from sgl.lang.expressions import Appendable, Expr, ExprList, GenExpr, MediaExpr, RoleExpr, SelectExpr, refuse
-from sgl.lang.graph import (
-    MAIN_BRANCH,
-    Fork,
-    Gen,
-    Join,
-    LiteralText,
-    Media,
-    Role,
-    Select,
-    Text,
-    lower_samples,
-    meta_info,
-)
-from sgl.lang.interpreter import Capture, Program, UnknownName, user_location
-from sgl.lang.streams import Cursor, iterate, iterate_async
-from sgl.limits import DEFAULT_LIMITS
+from sgl.errors import GenerationError, InvalidParameter, InvalidProgram, SourceLocation, StateLost
+from sgl.lang import variables
+from sgl.lang.branches import BranchState, Point, check_appendable
+from sgl.lang.capture import Capture, user_location
+from sgl.lang.expressions import Appendable, ExprList, GenExpr, RoleExpr, SelectExpr, refuse
+from sgl.lang.fork import ProgramStateGroup
+from sgl.lang.graph import MAIN_BRANCH, Usage
+from sgl.lang.interpreter import Program
+from sgl.lang.repair import Check, Feedback, repairing
+from sgl.lang.streams import Cursor, StreamEvent, event_stream, event_stream_async, iterate, iterate_async, piece_meta
+from sgl.lang.tools import Call, OnError, Read, ToolFunction, round_expression, run_calls, tool_loop
+from sgl.lang.variables import Reasoning, Scope, Set, Turn, Variable
 
+if TYPE_CHECKING:
+    from typing import Self
 
-class _Scope:
-    """A variable that is the text between two points of a branch."""
+    from typing_extensions import TypeVar
 
-    def __init__(self, parts: list[str | Capture]) -> None:
-        self.parts = parts
+    from sgl.lang.function import SglFunction
 
+    R_co = TypeVar("R_co", covariant=True, default=Any)
+else:
+    from typing import TypeVar
 
-class _Set:
-    """A variable that Python code has set."""
+    R_co = TypeVar("R_co", covariant=True)
 
-    def __init__(self, value: Any) -> None:
-        self.value = value
+P = ParamSpec("P")
+R = TypeVar("R")
+T = TypeVar("T")
+Name: TypeAlias = "str | GenExpr[Any] | SelectExpr"
 
 
-class _Gathered:
-    """A variable that a join made: one value per child that has it, in fork order; or the samples of one generation."""
+class StateBase:
+    """What states of `def` and of `async def` programs have in common: everything that does not wait."""
 
-    def __init__(self, variables: list[_Variable]) -> None:
-        self.variables = variables
+    def __init__(self, program: Program, core: BranchState | None = None) -> None:
+        self._core = core if core is not None else BranchState(program)
 
-
-_Variable: TypeAlias = "Capture | _Scope | _Set | _Gathered"
-
-
-class _Turn:
-    """A place where a chat turn begins (`role`) or ends (`None`)."""
-
-    def __init__(self, role: str | None) -> None:
-        self.role = role
-
-
-class ProgramState:
-    """One prompt state of a running program: `s` in `def program(s): ...`. Made by `run` and by `fork`.
-
-    Example:
-        >>> import sgl
-        >>> @sgl.function
-        ... def chat(s, question):
-        ...     s += sgl.user(question) + sgl.assistant(sgl.gen("answer"))
-        >>> state = chat.run("Why?", backend=sgl.MockBackend(["Because."]))
-        >>> state["answer"], state.messages()[1]
-        ('Because.', {'role': 'assistant', 'content': 'Because.'})
-    """
-
-    def __init__(
-        self,
-        program: Program,
-        branch: int = MAIN_BRANCH,
-        parent: ProgramState | None = None,
-        variables: Mapping[str, _Variable] | None = None,
-        history: tuple[str | Capture | _Turn, ...] = (),
-    ) -> None:
-        self.ret_value: Any = None
-        """What the program's body returned."""
-        self._program = program
-        self._branch = branch
-        self._inherited: Mapping[str, _Variable] = variables or {}
-        self._own: dict[str, _Variable] = {}
-        self._before: tuple[str | Capture | _Turn, ...] = history  # shared by siblings
-        self._parts: list[str | Capture | _Turn] = []
-        self._role: str | None = parent._role if parent is not None else None
-        self._joined: SourceLocation | None = None
-        self._is_joined = False
-        if branch != MAIN_BRANCH:
-            weakref.finalize(self, program.abandon, branch).atexit = False
-        elif program.options.stream:  # whoever lets a stream go does not want the rest of it
-            weakref.finalize(self, program.cancel).atexit = False
+    @property
+    def _program(self) -> Program:
+        return self._core.program
 
     def __repr__(self) -> str:
-        names = ", ".join({**self._inherited, **self._own})
-        return f"<ProgramState {self._program.options.name} branch {self._branch}: {names or 'no values'}>"
-
-    def _history(self) -> tuple[str | Capture | _Turn, ...]:
-        return (*self._before, *self._parts)
+        core = self._core
+        names = ", ".join(core.names()) or "no values"
+        return f"<{type(self).__name__} {core.program.options.name} branch {core.number}: {names}>"
 
     # --- appending ---
 
-    def __iadd__(self, other: Appendable) -> ProgramState:
-        self._append(other, user_location())
+    def __iadd__(self, other: Appendable) -> Self:
+        self._core.append(other, user_location())
         return self
-
-    def _append(self, other: object, location: SourceLocation | None) -> None:
-        if self._is_joined:
-            raise InvalidProgram(
-                f"this branch was joined at {self._joined}; nothing can be appended to it",
-                hint="append before the join, or to the parent",
-                location=location,
-            )
-        try:
-            self._append_checked(other, location)
-        except SglError as error:
-            raise error.at(location)  # noqa: B904 - the same error, with its place
-
-    def _append_checked(self, other: object, location: SourceLocation | None) -> None:
-        match other:
-            case str():
-                other = str(other)  # of a subclass, its characters
-                if other:
-                    self._parts.append(other)
-                    self._program.append(
-                        Text(id=0, branch=self._branch, location=location, segments=(LiteralText(other),))
-                    )
-            case ExprList():
-                for item in other.items:
-                    self._append_checked(item, location)
-            case GenExpr():
-                self._append_gen(other, location)
-            case SelectExpr():
-                name = other.name or self._program.unnamed()
-                node = Select(
-                    id=0,
-                    branch=self._branch,
-                    location=location,
-                    name=name,
-                    choices=other.choices,
-                    method=other.method,
-                    temperature=other.temperature,
-                    seed=other.seed,
-                    all_scores=other.all_scores,
-                )
-                self._capture(node, Capture(name, self._branch, location, None, False))
-            case RoleExpr():
-                self._append_role(other, location)
-            case MediaExpr():
-                digest = hashlib.sha256(other.data).hexdigest()
-                self._program.append(
-                    Media(
-                        id=0,
-                        branch=self._branch,
-                        location=location,
-                        kind=other.kind,
-                        digest=digest,
-                        data=other.data,
-                        num_frames=other.num_frames,
-                    )
-                )
-            case _:
-                self._check_appendable(other, location)
-
-    def _check_appendable(self, other: object, location: SourceLocation | None) -> None:
-        if isinstance(other, (str, Expr)):
-            return
-        shown = "None" if other is None else f"{other!r} ({type(other).__name__})"
-        hint = "did a helper return nothing?" if other is None else "convert it with str(...)"
-        raise InvalidProgram(
-            f"{shown} cannot be appended to a prompt; expected text or an expression", hint=hint, location=location
-        )
-
-    def _append_gen(self, expr: GenExpr, location: SourceLocation | None) -> None:
-        name = expr.name or self._program.unnamed()
-        sampling = expr.sampling(self._program.sampling)
-        is_json = isinstance(expr.constraint, JsonSchema)
-        node = Gen(
-            id=0, branch=self._branch, location=location, name=name, sampling=sampling, constraint=expr.constraint
-        )
-        if sampling.n == 1:
-            self._capture(node, Capture(name, self._branch, location, expr.dtype, is_json))
-            return
-        samples: list[_Variable] = []
-        for each in lower_samples(node, self._program.new_branches(sampling.n)):
-            capture = None
-            if isinstance(each, Gen):
-                capture = Capture(name, each.branch, location, expr.dtype, is_json)
-                samples.append(capture)
-            self._program.append(each, capture)
-        self._define(name, _Gathered(samples))
-
-    def _capture(self, node: Gen | Select, capture: Capture) -> None:
-        self._program.append(node, capture)
-        self._parts.append(capture)
-        self._define(capture.name, capture)
-
-    def _define(self, name: str, variable: _Variable) -> None:
-        self._own[name] = variable
-        self._program.notify()
-
-    def _append_role(self, expr: RoleExpr, location: SourceLocation | None) -> None:
-        if expr.begin and self._role is not None:
-            raise InvalidProgram(
-                f"role {expr.role!r} begins inside role {self._role!r}",
-                hint=f"end {self._role!r} first: roles do not nest",
-                location=location,
-            )
-        if not expr.begin and self._role != expr.role:
-            raise InvalidProgram(
-                f"role {expr.role!r} ends, but {'no role' if self._role is None else repr(self._role)} is open",
-                hint=f"begin {expr.role!r} before its end",
-                location=location,
-            )
-        self._program.append(Role(id=0, branch=self._branch, location=location, role=expr.role, begin=expr.begin))
-        self._role = expr.role if expr.begin else None
-        self._parts.append(_Turn(self._role))
-
-    # --- roles ---
 
     def _turn(self, role: str, expr: Appendable | None) -> Any:
         location = user_location()
         if expr is not None:
-            self._check_appendable(expr, location)
-            self._append(ExprList((RoleExpr(role, True), expr, RoleExpr(role, False))), location)
+            check_appendable(expr, location)
+            self._core.append(ExprList((RoleExpr(role, True), expr, RoleExpr(role, False))), location)
             return None
         return self._open_turn(role, location)
 
     @contextmanager
     def _open_turn(self, role: str, location: SourceLocation | None) -> Iterator[None]:
-        self._append(RoleExpr(role, True), location)
+        self._core.append(RoleExpr(role, True), location)
         yield  # after an exception the turn stays open: the program is over
-        self._append(RoleExpr(role, False), location)
+        self._core.append(RoleExpr(role, False), location)
 
     def system(self, expr: Appendable | None = None) -> Any:
         """A system turn with `expr`; without it, a context manager that is the turn."""
@@ -255,170 +91,312 @@ class ProgramState:
         """A turn of the assistant with `expr`; without it, a context manager that is the turn."""
         return self._turn("assistant", expr)
 
-    # --- reading values ---
-
-    def __getitem__(self, name: str) -> Any:
-        return self.get_var(name)
-
-    def get_var(self, name: str) -> Any:
-        """The value of `name`: text of a generation or select, a list after a join, or what Python set. Waits.
-
-        Raises:
-            InvalidProgram: nothing captured that name (also a `KeyError`).
-            SglError: the program failed; the error points at its line.
-        """
-        return self._resolve(self._variable(name))
+    # --- variables ---
 
     def __setitem__(self, name: str, value: Any) -> None:
         self.set_var(name, value)
 
     def set_var(self, name: str, value: Any) -> None:
         """Set a variable of this branch; it is not part of the prompt."""
-        self._define(name, _Set(value))
+        self._core.define(name, Set(value))
+
+    @contextmanager
+    def var_scope(self, name: str) -> Iterator[None]:
+        """Capture the text that is appended inside the `with` (markers of chat turns are not part of it)."""
+        core = self._core
+        start = len(core.parts)
+        yield
+        core.define(name, Scope([part for part in core.parts[start:] if not isinstance(part, Turn)]))
+
+    def cancel(self) -> None:
+        """Stop the whole program on the backend."""
+        self._program.cancel()
+
+    # --- branches ---
+
+    def fork(self, size: int = 1, position_ids_offset: Sequence[int] | None = None) -> ProgramStateGroup[Self]:
+        """`size` states that continue this one. Nothing is copied and nothing computed twice."""
+        refuse(position_ids_offset=position_ids_offset)
+        children = self._core.fork(size, user_location())
+        return ProgramStateGroup([type(self)(self._program, child) for child in children], self)
+
+    @contextmanager
+    def copy(self, position_ids_offset: Sequence[int] | None = None) -> Iterator[Self]:
+        """One fork, joined at the end of the `with`."""
+        group = self.fork(1, position_ids_offset)
+        yield group[0]
+        group.join()
+
+    def mark(self) -> Point:
+        """This place of the prompt, for `rewind`. Costs nothing."""
+        return self._core.mark(user_location())
+
+    def rewind(self, point: Point) -> None:
+        """Drop what was appended since `point = s.mark()`. What was computed up to there is kept.
+
+        Values that were captured since then can still be read. Who streams the whole text has seen what is dropped.
+
+        Example:
+            >>> import sgl
+            >>> @sgl.function
+            ... def two(s):
+            ...     s += "A number: "
+            ...     point = s.mark()
+            ...     s += sgl.gen("first")
+            ...     s.rewind(point)
+            ...     s += sgl.gen("second")
+            >>> state = two.run(backend=sgl.MockBackend(["1", "2"]))
+            >>> state["first"], state["second"], state.text()
+            ('1', '2', 'A number: 2')
+        """
+        self._core.rewind(point, user_location())
+
+
+class ProgramState(StateBase, Generic[R_co]):
+    """One prompt state of a running program: `s` in `def program(s): ...`. Made by `run` and by `fork`.
+
+    Example:
+        >>> import sgl
+        >>> @sgl.function
+        ... def chat(s, question):
+        ...     s += sgl.user(question) + sgl.assistant(sgl.gen("answer"))
+        >>> state = chat.run("Why?", backend=sgl.MockBackend(["Because."]))
+        >>> state["answer"], state.messages()[1]
+        ('Because.', {'role': 'assistant', 'content': 'Because.'})
+    """
+
+    @property
+    def ret_value(self) -> R_co:
+        """What the program's body returned. Waits for its end."""
+        self._await_body()
+        self._program.raise_if_failed()
+        return cast(R_co, self._program.returned)
+
+    def _await_body(self) -> None:
+        """Wait until the body, which runs on another thread, has ended or failed."""
+        if self._program.body_running:
+            self._program.wait_for(lambda: not self._program.body_running)
+
+    # --- reading values ---
+
+    @overload
+    def __getitem__(self, name: GenExpr[T]) -> T: ...
+    @overload
+    def __getitem__(self, name: str | SelectExpr) -> Any: ...
+    def __getitem__(self, name: Name) -> Any:
+        return self._read(name, variables.resolve)
+
+    def get_var(self, name: Name) -> Any:
+        """The value of `name`: text of a generation or select, the value of `gen(type=T)`, a list after a join, or what
+        Python set. Waits. The expression that was appended can stand for its name, and tells type checkers the type.
+
+        Raises:
+            InvalidProgram: nothing captured that name (also a `KeyError`).
+            Truncated: a typed value's text ended before it was complete; `partial` holds it.
+            SglError: the program failed; the error points at its line.
+        """
+        return self._read(name, variables.resolve)
+
+    def _read(self, name: Name, look: Callable[[Variable], Any]) -> Any:
+        variable = self._variable(name)
+        self._program.wait(variables.captures(variable))
+        return look(variable)
 
     def __contains__(self, name: object) -> bool:
         if not isinstance(name, str):
             return False
-        variable = self._find(name)
+        variable = self._core.find(name)
         if variable is None:
             self._program.raise_if_failed()
             return False
-        self._resolve(variable)
+        self._program.wait(variables.captures(variable))
         return True
 
-    def value(self, name: str) -> Any:
+    def value(self, name: Name) -> Any:
         """The value as what it is: int, float, bool, str for `dtype`, an object for `json_schema`; else the text.
 
         Raises:
             Truncated: the text ended before it was a complete value; `partial` holds it.
         """
-        return self._typed(self._variable(name))
+        return self._read(name, variables.typed)
 
-    def get_meta_info(self, name: str) -> Any:
+    def get_meta_info(self, name: Name) -> Any:
         """How `name` came about: `finish_reason`, token counts, log-probabilities; for a select, the scores. Waits.
 
         A list of these after a join.
         """
-        return self._meta(self._variable(name), name)
+        location = user_location()
+        return self._read(name, lambda variable: variables.meta(variable, str(self._name(name)), location))
 
-    def probabilities(self, name: str) -> dict[str, float]:
+    def probabilities(self, name: Name) -> dict[str, float]:
         """Of a select: each option with its probability (0 for what `all_scores=False` did not compute). Waits."""
-        meta = self.get_meta_info(name)
-        if isinstance(meta, list):
-            raise InvalidProgram(
-                f"{name!r} has several values, from a join or from n",
-                hint=f"ask the branch that selected: branch.probabilities({name!r})",
-            )
-        if not isinstance(meta, dict) or "probabilities" not in meta:
-            raise InvalidProgram(f"{name!r} is not a select", hint="only selects have probabilities of options")
-        found: dict[str, float] = meta["probabilities"]
-        return found
+        return variables.probabilities(self.get_meta_info(name), self._name(name))
 
-    def _find(self, name: str) -> _Variable | None:
-        found = self._own.get(name)
-        return found if found is not None else self._inherited.get(name)
+    def _name(self, name: Name) -> str:
+        return self._core.name_of(name) if isinstance(name, (GenExpr, SelectExpr)) else name
 
-    def _variable(self, name: str) -> _Variable:
-        program = self._program
-        if self._find(name) is None and program.body_running:
-            program.wait_for(lambda: self._find(name) is not None or not program.body_running)
-        variable = self._find(name)
-        if variable is None:
-            program.raise_if_failed()
-            known = ", ".join(repr(known) for known in {**self._inherited, **self._own}) or "none yet"
-            raise UnknownName(f"nothing is captured as {name!r}", hint=f"names here: {known}", location=user_location())
-        return variable
+    def _variable(self, name: Name) -> Variable:
+        core, program = self._core, self._program
+        key = self._name(name)
+        if core.find(key) is None and program.body_running:
+            program.wait_for(lambda: core.find(key) is not None or not program.body_running)
+        return core.variable(key)
 
-    def _resolve(self, variable: _Variable) -> Any:
-        match variable:
-            case Capture():
-                return self._program.wait(variable).value
-            case _Scope():
-                return "".join(self._text_of(part) for part in variable.parts)
-            case _Set():
-                return variable.value
-            case _Gathered():
-                return [self._resolve(item) for item in variable.variables]
+    # --- requirements, subprograms ---
 
-    def _text_of(self, part: str | Capture) -> str:
-        return part if isinstance(part, str) else self._program.wait(part).value
+    def require(
+        self,
+        expr: GenExpr[T],
+        check: Check,
+        *,
+        feedback: Feedback | None = None,
+        attempts: int = 3,
+    ) -> T:
+        """Append a generation whose value has to pass `check`; its value, once one does.
 
-    def _typed(self, variable: _Variable) -> Any:
-        if isinstance(variable, _Gathered):
-            return [self._typed(item) for item in variable.variables]
-        if not isinstance(variable, Capture) or (variable.dtype is None and not variable.is_json):
-            return self._resolve(variable)
-        text = self._program.wait(variable).value
-        try:
-            if variable.is_json:
-                return json.loads(text)
-            return _PARSERS[str(variable.dtype)](text.strip())
-        except (ValueError, KeyError) as error:
-            raise Truncated(
-                f"{variable.name!r} is not a complete {variable.dtype or 'JSON value'}: {text!r}",
-                hint="raise max_tokens",
-                location=variable.location,
-                partial=text,
-            ) from error
+        A value that fails is taken back (what was computed before it is kept), and another one is drawn. The prompt
+        goes on from the value that passed, as if it had been the first.
 
-    def _meta(self, variable: _Variable, name: str) -> Any:
-        if isinstance(variable, _Gathered):
-            return [self._meta(item, name) for item in variable.variables]
-        if not isinstance(variable, Capture):
-            raise InvalidProgram(f"{name!r} was not generated; it has no meta information", location=user_location())
-        return meta_info(self._program.wait(variable))
+        Args:
+            expr: a named `gen`.
+            check: given the value; False, a text (the reason), or a `ValueError` or `AssertionError` means it fails.
+            feedback: what the model is told before the next attempt: given (value, reason), something to append after
+                the failed value. It is gone from the prompt once a value passes.
+            attempts: most values to draw.
 
-    @contextmanager
-    def var_scope(self, name: str) -> Iterator[None]:
-        """Capture the text that is appended inside the `with` (markers of chat turns are not part of it)."""
-        start = len(self._parts)
-        yield
-        self._define(name, _Scope([part for part in self._parts[start:] if not isinstance(part, _Turn)]))
+        Raises:
+            RequirementFailed: none passed; `value` and `reason` are those of the last one.
+
+        Example:
+            >>> import sgl
+            >>> @sgl.function
+            ... def even(s):
+            ...     s += "An even number: "
+            ...     s.require(sgl.gen("n", type=int), lambda n: n % 2 == 0)
+            >>> even.run(backend=sgl.MockBackend(["3", "4"])).text()
+            'An even number: 4'
+        """
+        location = user_location()
+        steps = repairing(self._core, expr, check, feedback, attempts, location)
+        read: Any = None
+        while True:
+            try:
+                steps.send(read)
+            except StopIteration as done:
+                return cast(T, done.value)
+            try:
+                read = self[expr]
+            except GenerationError as error:  # a typed value that is none
+                read = error
+
+    def calls(self, name: Name) -> list[Call]:
+        """The tool calls in what `gen(name, tools=[...])` gave, in order; none where it answered. Waits."""
+        location = user_location()
+        return self._read(name, lambda variable: variables.calls(variable, self._name(name), location))  # type: ignore[no-any-return]
+
+    def tools(
+        self,
+        functions: Sequence[ToolFunction],
+        name: str = "answer",
+        *,
+        tool_choice: str = "auto",
+        parallel: bool = True,
+        on_error: OnError = "return",
+        max_rounds: int = 8,
+        tool_format: str = "hermes",
+        role: str = "user",
+        **sampling: Any,
+    ) -> str:
+        """Let the model call Python functions until it answers; the answer, which is captured as `name`.
+
+        Each round is a turn of the assistant; the calls in it run beside each other, and their results are told in the
+        model's own form. What was called is in `s[name + "_calls"]`, a list of `CallResult`. Say what there is to call
+        in a system turn (`sgl.tool_prompt`).
+
+        Args:
+            functions: typed Python functions with docstrings, plain or `async def`.
+            tool_choice: for the first round: `auto`, `none`, `required`, or the name of a function.
+            parallel: whether one turn may hold several calls.
+            on_error: `return` tells the model what a function raised; `raise` ends the program with `ToolError`.
+            max_rounds: rounds with calls at most; then the model has to answer.
+            tool_format: how the model writes calls: a name of `sgl.grammars.formats.TOOL_FORMATS`.
+            role: of the turns with results; another one than `user` (as `tool`) gets each bare in a turn of its own.
+            sampling: of every round, as `gen` has them.
+
+        Raises:
+            ToolError: a call failed, with `on_error="raise"`; its cause is what the function raised.
+
+        Example:
+            >>> import sgl
+            >>> def add(a: int, b: int) -> int:
+            ...     "Add two numbers."
+            ...     return a + b
+            >>> @sgl.function
+            ... def sums(s, question):
+            ...     s += sgl.system(sgl.tool_prompt([add])) + sgl.user(question)
+            ...     return s.tools([add])
+            >>> call = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call>'
+            >>> state = sums.run("2 + 3?", backend=sgl.MockBackend([call, "It is 5."]))
+            >>> state.ret_value, [result.value for result in state["answer_calls"]]
+            ('It is 5.', [5])
+        """
+        location = user_location()
+        expression = round_expression(functions, name, tool_choice, parallel, tool_format, sampling)
+        steps = tool_loop(self._core, expression, name, on_error, max_rounds, role, location)
+        sent: Any = None
+        while True:
+            try:
+                step = steps.send(sent)
+            except StopIteration:
+                return str(self[name])
+            sent = self.calls(step.expr) if isinstance(step, Read) else run_calls(step.calls)
+
+    def call(self, program: SglFunction[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """Run the body of another program on this state: what it appends and captures is appended here.
+
+        `program.run(...)` in a body starts from an empty prompt instead.
+        """
+        return cast(R, program._body_on(self, args, kwargs))
 
     # --- the whole state ---
 
     def text(self) -> str:
         """Everything in this state, template text included. Waits for what was appended."""
-        program = self._program
-        if program.body_running:
-            program.wait_for(lambda: not program.body_running)
-        if self._branch == MAIN_BRANCH:
+        program, core = self._program, self._core
+        self._await_body()
+        if core.number == MAIN_BRANCH:
             if program.closing:
                 program.wait_end()
             if program.done is not None:
                 return program.done.text
-        elif self._is_joined:
+        elif core.is_joined:
             raise StateLost("this branch was joined and released", hint="read its text before the join")
-        return program.read_state(self._branch).text
+        return program.read_state(core.number).text
 
     def messages(self) -> list[dict[str, str]]:
         """The chat turns so far, as `{"role": ..., "content": ...}`. Waits for their values."""
-        found: list[dict[str, str]] = []
-        role: str | None = None
-        content: list[str] = []
-        for part in (*self._history(), _Turn(None)):
-            if not isinstance(part, _Turn):
-                if role is not None:
-                    content.append(self._text_of(part))
-                continue
-            if role is not None:
-                found.append({"role": role, "content": "".join(content)})
-            role, content = part.role, []
-        return found
+        history = self._core.history()
+        self._program.wait(part for part in history if isinstance(part, Capture))
+        return variables.turns(history)
+
+    @property
+    def usage(self) -> Usage:
+        """Tokens of the whole program: prompt, cached, prefilled, generated and so on. Waits for its end."""
+        self.sync()
+        self._program.wait_end()
+        done = self._program.done
+        return done.usage if done is not None else Usage()
 
     def sync(self) -> None:
         """Wait until everything appended to this state is done; raises what went wrong."""
-        program = self._program
-        if program.body_running:
-            program.wait_for(lambda: not program.body_running)
+        program, core = self._program, self._core
+        self._await_body()
         if program.closing:
             program.wait_end()
-        elif not self._is_joined:
-            program.read_state(self._branch)
+        elif not core.is_joined:
+            program.read_state(core.number)
         else:
-            for part in self._parts:
-                if isinstance(part, Capture):
-                    program.wait(part)
+            program.wait(part for part in core.parts if isinstance(part, Capture))
 
     def error(self) -> Exception | None:
         """What went wrong so far, or `None`. Waits like `sync`."""
@@ -428,26 +406,24 @@ class ProgramState:
             return error
         return None
 
-    def cancel(self) -> None:
-        """Stop the whole program on the backend."""
-        self._program.cancel()
-
     # --- streams ---
 
     def _cursor(self, var_name: str | None) -> Cursor:
-        def capture() -> Capture | None:
-            found = self._find(var_name) if var_name is not None else None
-            return found if isinstance(found, Capture) else None
+        core = self._core
+
+        def capture() -> Capture | Reasoning | None:
+            found = core.find(var_name) if var_name is not None else None
+            return found if isinstance(found, (Capture, Reasoning)) else None
 
         def final() -> Any:
             return self.get_var(var_name) if var_name is not None else ""
 
-        return Cursor(self._program, self._branch, var_name, capture, final)
+        return Cursor(self._program, core.number, var_name, capture, final)
 
     def text_iter(self, var_name: str | None = None) -> Iterator[Any]:
         """Text as it appears: of the state (of a fork child: since the fork), or of one variable.
 
-        The pieces together are `text()`, or the variable's value. One piece comes of a run without `stream=True`, of
+        The pieces together are `text()`, or the variable's text. One piece comes of a run without `stream=True`, of
         a variable that no generation made (one that Python set, a scope's text, a join's list), and, in the body of a
         streaming run, of the whole state.
 
@@ -457,20 +433,28 @@ class ProgramState:
         """
         program = self._program
         if not program.options.stream or (var_name is None and program.in_body):
-            yield self.text() if var_name is None else self.get_var(var_name)
+            yield self.text() if var_name is None else self._whole(var_name)
             return
         if not program.body_running:
             program.flush()
             # Nobody else captures anything now; in the body itself, waiting for the end would wait for ever.
-            if var_name is not None and not isinstance(self._variable(var_name), Capture):
+            if var_name is not None and not isinstance(self._variable(var_name), (Capture, Reasoning)):
                 yield self.get_var(var_name)
                 return
-        yield from iterate(self._program, self._cursor(var_name))
+        for piece in iterate(program, self._cursor(var_name)):
+            if piece.text != "":
+                yield piece.text
+
+    def _whole(self, name: str) -> Any:
+        """The text of a capture, or the value of another variable."""
+        return self._read(name, lambda found: variables.text_of(found) if isinstance(found, Capture) else
+                          variables.resolve(found))  # fmt: skip
 
     async def text_async_iter(self, var_name: str | None = None, return_meta_data: bool = False) -> AsyncIterator[Any]:
         """`text_iter` for `async for`, without a thread that waits.
 
-        With `return_meta_data`, pairs of (piece, meta information): `{}` until the variable is complete.
+        With `return_meta_data`, pairs of (piece, meta information): the tokens of that piece with their
+        log-probabilities, and how many there are so far; the last pair has everything else too.
         """
         if return_meta_data and var_name is None:
             raise InvalidParameter("return_meta_data needs var_name", param="return_meta_data")
@@ -478,113 +462,49 @@ class ProgramState:
             self._program.flush()
         if not self._program.options.stream:
             raise InvalidProgram("text_async_iter needs a streaming run", hint="run the program with stream=True")
+        num_tokens = 0
         async for piece in iterate_async(self._program, self._cursor(var_name)):
-            if not return_meta_data:
-                yield piece
-                continue
-            found = self._find(var_name) if var_name is not None else None
-            complete = isinstance(found, Capture) and found.event is not None
-            yield piece, meta_info(found.event) if complete and isinstance(found, Capture) and found.event else {}
+            num_tokens += len(piece.token_ids)
+            if return_meta_data:
+                yield piece.text, piece_meta(piece, num_tokens)
+            elif piece.text != "":
+                yield piece.text
 
-    # --- branches ---
+    def events(self) -> Iterator[StreamEvent]:
+        """Everything that happens, as it happens: text, deltas, values, joins and the end, of all branches.
 
-    def fork(self, size: int = 1, position_ids_offset: Sequence[int] | None = None) -> ProgramStateGroup:
-        """`size` states that continue this one. Nothing is copied and nothing computed twice."""
-        refuse(position_ids_offset=position_ids_offset)
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise InvalidParameter(f"size is {size!r}; expected an integer >= 1", param="size")
-        location = user_location()
-        if size > DEFAULT_LIMITS.max_fork:
-            raise InvalidParameter(
-                f"fork of {size}; at most {DEFAULT_LIMITS.max_fork} are allowed",
-                hint="fork several times",
-                location=location,
-                param="size",
-            )
-        if self._is_joined:
-            self._append("", location)
-        children = self._program.new_branches(size)
-        self._program.append(Fork(id=0, branch=self._branch, location=location, children=children))
-        variables = {**self._inherited, **self._own}
-        history = self._history()
-        states = [ProgramState(self._program, child, self, variables, history) for child in children]
-        return ProgramStateGroup(states, self)
+        In a fork child, or in the body: of this branch, until its generations are done. Needs `stream=True`.
 
-    @contextmanager
-    def copy(self, position_ids_offset: Sequence[int] | None = None) -> Iterator[ProgramState]:
-        """One fork, joined at the end of the `with`."""
-        group = self.fork(1, position_ids_offset)
-        yield group[0]
-        group.join()
+        Raises:
+            SglError: the program failed; what came before is given first.
 
-
-class ProgramStateGroup:
-    """The states that one `fork` made, in order."""
-
-    def __init__(self, states: list[ProgramState], parent: ProgramState) -> None:
-        self._states = states
-        self._parent = parent
-
-    def __len__(self) -> int:
-        return len(self._states)
-
-    def __getitem__(self, index: int) -> ProgramState:
-        return self._states[index]
-
-    def __setitem__(self, index: int, value: ProgramState) -> None:
-        """What `group[i] += ...` does at its end; putting another state there is an error."""
-        if value is not self._states[index]:
-            raise InvalidProgram("a branch of a fork cannot be replaced", location=user_location())
-
-    def __iter__(self) -> Iterator[ProgramState]:
-        return iter(self._states)
-
-    def __iadd__(self, other: Appendable | Sequence[Appendable] | Callable[[int], Appendable]) -> ProgramStateGroup:
-        location = user_location()
-        if isinstance(other, (list, tuple)):
-            if len(other) != len(self._states):
-                raise InvalidProgram(
-                    f"a list of {len(other)} for {len(self._states)} branches", hint="one per branch", location=location
-                )
-            items: list[object] = list(other)
-        elif callable(other):
-            items = [other(index) for index in range(len(self._states))]
-        else:
-            items = [other] * len(self._states)
-        for state, item in zip(self._states, items, strict=True):
-            state._append(item, location)
-        return self
-
-    def join(self, mode: Literal["gather_variable", "concate_and_append"] = "gather_variable") -> None:
-        """Give the children's values to the parent as lists in fork order, and let the children go.
-
-        Each name that a child captured or set since the fork becomes a list; it replaces what the parent had under
-        that name. `concate_and_append` appends the children's text since the fork to the parent instead.
+        Example:
+            >>> import sgl
+            >>> @sgl.function
+            ... def hello(s):
+            ...     s += "Hello " + sgl.gen("who")
+            >>> state = hello.stream(backend=sgl.MockBackend(["new world"]))
+            >>> [(event.kind, event.name, event.text) for event in state.events()]
+            [('text', None, 'Hello '), ('delta', 'who', 'new'), ('delta', 'who', ' world'), \
+('value', 'who', 'new world'), ('done', None, 'Hello new world')]
         """
-        modes: dict[str, Literal["gather", "append"]] = {"gather_variable": "gather", "concate_and_append": "append"}
-        if mode not in modes:
-            raise InvalidParameter(f"mode is {mode!r}; expected one of {', '.join(modes)}", param="mode")
-        location = user_location()
-        if any(state._is_joined for state in self._states):
-            raise InvalidProgram("these branches were joined already", location=location)
-        parent = self._parent
-        children = tuple(state._branch for state in self._states)
-        parent._program.append(
-            Join(id=0, branch=parent._branch, location=location, children=children, mode=modes[mode])
-        )
-        names = dict.fromkeys(name for state in self._states for name in state._own)
-        for name in names:
-            found = [state._own[name] for state in self._states if name in state._own]
-            parent._define(name, _Gathered(found))
-        for state in self._states:
-            if modes[mode] == "append":
-                parent._parts.extend(state._parts)
-            state._is_joined, state._joined = True, location
-            parent._program.abandon(state._branch)
+        yield from event_stream(self._program, self._own_branches())
+
+    async def events_async(self) -> AsyncIterator[StreamEvent]:
+        """`events` for `async for`."""
+        async for event in event_stream_async(self._program, self._own_branches()):
+            yield event
+
+    def _own_branches(self) -> list[BranchState] | None:
+        """Those whose events are wanted: all, from outside of a program."""
+        core, program = self._core, self._program
+        whole = core.number == MAIN_BRANCH and (program.closing or program.body_running)
+        return None if whole else [core]
 
 
-def _bool(text: str) -> bool:
-    return {"True": True, "False": False}[text]
-
-
-_PARSERS: dict[str, Callable[[str], Any]] = {"int": int, "float": float, "str": json.loads, "bool": _bool}
+def outer_state(state: ProgramState[Any]) -> ProgramState[Any]:
+    """The same state for who started the program: a stream that is let go is cancelled."""
+    outer: ProgramState[Any] = ProgramState(state._program, state._core)
+    if state._program.options.stream:  # whoever lets a stream go does not want the rest of it
+        weakref.finalize(outer, state._program.cancel).atexit = False
+    return outer

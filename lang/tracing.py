@@ -259,7 +259,7 @@ def trace_body(
     state = ProgramState(program)
     stopped: InvalidProgram | None = None
     try:
-        _finish(function.func(*function._receiver, state, *positional, **given))
+        _finish(function.func(*function._receiver, function._body_state(state), *positional, **given))
         program.flush(finish=True)
     except InvalidProgram as error:
         stopped = error
@@ -344,7 +344,7 @@ def _resolved(nodes: Iterable[Node], markers: Markers) -> Graph:
 def _outputs(state: ProgramState, markers: Markers) -> dict[str, Output]:
     """Every variable of a state; what is not made of texts is left out."""
     found = {}
-    for name in (*state._inherited, *state._own):
+    for name in state._core.names():
         try:
             output = _output(state.get_var(name), markers)
         except SglError:  # a value of a type of its own, which needs the text

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from functools import partial
 
 from sgl.errors import EmptyPrompt
+from sgl.grammars.closing import Steering
+from sgl.grammars.formats import message_parser, reasoning_format
 from sgl.grammars.matcher import CompiledGrammar
 from sgl.grammars.partial_json import open_pointer
 from sgl.grammars.spec import JsonSchema
@@ -57,13 +59,19 @@ class Drawing:
         self._scheduler = services.scheduler
         self._streams = options.stream
         new_tokens = min(sampling.max_new_tokens, max(0, services.config.context_len - len(sequence)))
+        matcher = grammar.matcher() if grammar is not None else None
+        steering = None
+        if grammar is not None and matcher is not None:
+            closer = services.compiler.closer
+            steering = Steering(closer, matcher, closer.start(grammar), new_tokens)
         self._generation = Generation(
             sampling,
             services.tokenizer,
             services.tokenizer.eos_ids,
             seed=sampling.seed if sampling.seed is not None else seed,
             max_new_tokens=new_tokens,
-            matcher=grammar.matcher() if grammar is not None else None,
+            matcher=matcher,
+            steering=steering,
             forces=not services.config.disable_forced_tokens,
             limits=services.limits,
         )
@@ -117,11 +125,15 @@ class Drawing:
                 healed = Usage(healed_tokens=1)
                 self._scheduler.stats.add(healed)
                 usage += healed
-        branch.transcript.add_generated(kept.text, kept.num_tokens)
-        if kept.rest:
-            branch.transcript.add_text(kept.rest)
-        if self._streams:
-            branch.num_streamed -= len(value) - len(kept.text) - len(kept.rest)
+        answer = self._answer(value)
+        if answer is None:
+            branch.transcript.add_generated(kept.text, kept.num_tokens)
+            if kept.rest:
+                branch.transcript.add_text(kept.rest)
+            if self._streams:
+                branch.num_streamed -= len(value) - len(kept.text) - len(kept.rest)
+        else:
+            usage += self._without_reasoning(answer)
         return ValueEvent(
             node=self.node.id,
             branch=branch.id,
@@ -148,6 +160,23 @@ class Drawing:
             return ()
 
         return check
+
+    def _answer(self, value: str) -> str | None:
+        """What the state keeps of a value with reasoning in it; `None` when that is everything."""
+        if self.node.reasoning is None:
+            return None
+        answer = message_parser(reasoning=reasoning_format(self.node.reasoning)).parse(value).content
+        return answer if answer != value else None
+
+    def _without_reasoning(self, answer: str) -> Usage:
+        """Go back to the prompt and go on with the answer, which is encoded with the text that follows it."""
+        branch, request = self.branch, self.request
+        dropped = Usage(rerendered_tokens=len(branch.sequence) - request.prompt_len)
+        self._scheduler.truncate(branch.sequence, request.prompt_len)
+        self._scheduler.stats.add(dropped)
+        branch.transcript.add_text(answer)
+        branch.num_streamed = len(branch.transcript.text)
+        return dropped
 
     def _truncated_at(self, value: str) -> str | None:
         """Where the budget broke off a value of a JSON schema."""

@@ -449,8 +449,6 @@ class ProgramRun:
     # --- generations ---
 
     def _prepare_gen(self, branch: Branch, node: Gen) -> None:
-        if node.tools:
-            raise Unsupported("the local engine cannot generate tool calls yet", location=node.location)
         constraint = node.constraint
 
         def job() -> tuple[list[int], int, CompiledGrammar | None]:

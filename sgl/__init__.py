@@ -16,7 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from sgl import errors
+    from sgl.lang.async_state import AsyncProgramState
     from sgl.lang.backend import Backend
+    from sgl.lang.batch import Batch
     from sgl.lang.choices import (
         ChoicesSamplingMethod,
         greedy_token_selection,
@@ -24,15 +26,20 @@ if TYPE_CHECKING:
         unconditional_likelihood_normalized,
     )
     from sgl.lang.defaults import default_backend, flush_cache, get_server_info, set_default_backend
-    from sgl.lang.expressions import (
+    from sgl.lang.expressions import gen, gen_int, gen_string, select, separate_reasoning
+    from sgl.lang.fork import ProgramStateGroup
+    from sgl.lang.function import SglFunction, function
+    from sgl.lang.mock import MockBackend
+    from sgl.lang.rendering import Renderer
+    from sgl.lang.state import ProgramState
+    from sgl.lang.streams import StreamEvent
+    from sgl.lang.templates import Template, template
+    from sgl.lang.tools import tool_prompt
+    from sgl.lang.turns import (
         assistant,
         assistant_begin,
         assistant_end,
-        gen,
-        gen_int,
-        gen_string,
         image,
-        select,
         system,
         system_begin,
         system_end,
@@ -41,10 +48,6 @@ if TYPE_CHECKING:
         user_end,
         video,
     )
-    from sgl.lang.function import SglFunction, function
-    from sgl.lang.mock import MockBackend
-    from sgl.lang.rendering import Renderer
-    from sgl.lang.state import ProgramState, ProgramStateGroup
     from sgl.runtime.config import EngineConfig
     from sgl.runtime.engine import Engine
 
@@ -60,15 +63,21 @@ _HOME = {
         "unconditional_likelihood_normalized",
     ),
     "sgl.lang.defaults": ("default_backend", "flush_cache", "get_server_info", "set_default_backend"),
-    "sgl.lang.expressions": (
+    "sgl.lang.async_state": ("AsyncProgramState",),
+    "sgl.lang.batch": ("Batch",),
+    "sgl.lang.expressions": ("gen", "gen_int", "gen_string", "select", "separate_reasoning"),
+    "sgl.lang.fork": ("ProgramStateGroup",),
+    "sgl.lang.function": ("SglFunction", "function"),
+    "sgl.lang.mock": ("MockBackend",),
+    "sgl.lang.state": ("ProgramState",),
+    "sgl.lang.streams": ("StreamEvent",),
+    "sgl.lang.templates": ("Template", "template"),
+    "sgl.lang.tools": ("tool_prompt",),
+    "sgl.lang.turns": (
         "assistant",
         "assistant_begin",
         "assistant_end",
-        "gen",
-        "gen_int",
-        "gen_string",
         "image",
-        "select",
         "system",
         "system_begin",
         "system_end",
@@ -77,9 +86,6 @@ _HOME = {
         "user_end",
         "video",
     ),
-    "sgl.lang.function": ("SglFunction", "function"),
-    "sgl.lang.mock": ("MockBackend",),
-    "sgl.lang.state": ("ProgramState", "ProgramStateGroup"),
     "sgl.runtime.config": ("EngineConfig",),
     "sgl.runtime.engine": ("Engine",),
 }
@@ -88,6 +94,8 @@ _HOME = {
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 
 __all__ = [
+    "AsyncProgramState",
+    "Batch",
     "ChoicesSamplingMethod",
     "Engine",
     "EngineConfig",
@@ -95,6 +103,8 @@ __all__ = [
     "ProgramState",
     "ProgramStateGroup",
     "SglFunction",
+    "StreamEvent",
+    "Template",
     "__version__",
     "assistant",
     "assistant_begin",
@@ -110,12 +120,15 @@ __all__ = [
     "greedy_token_selection",
     "image",
     "select",
+    "separate_reasoning",
     "set_default_backend",
     "set_default_options",
     "system",
     "system_begin",
     "system_end",
+    "template",
     "token_length_normalized",
+    "tool_prompt",
     "unconditional_likelihood_normalized",
     "user",
     "user_begin",

@@ -37,6 +37,8 @@ back on the other side. Standard library and msgspec only, so that every room ma
     +-- GenerationError             500  the model produced something unusable
     |   +-- InvalidLogits                NaN or no finite logit in one row; neighbours go on
     |   +-- ConstraintDeadEnd            the grammar allows no token
+    |   +-- RequirementFailed            no attempt passed its check; `value` and `reason` of the last one
+    |   +-- ToolError                    a tool raised, or a call could not be run; the cause is what it raised
     |   +-- Truncated                    the typed value ended before it was complete; `partial` holds the text
     |   +-- SchemaViolation              a value that was checked after decoding is not valid; `value` holds it
     +-- EngineDead                  503  the worker ended; every open program gets this
@@ -335,6 +337,18 @@ class ConstraintDeadEnd(GenerationError):
     """The constraint allows no token of the vocabulary."""
 
     code = "constraint_dead_end"
+
+
+class RequirementFailed(GenerationError):
+    """No attempt of `s.require` passed its check; `value` (its repr) and `reason` are those of the last one."""
+
+    code = "requirement_failed"
+
+
+class ToolError(GenerationError):
+    """A tool that a model called has raised (its cause), or a call cannot be run; `tool` names it."""
+
+    code = "tool_error"
 
 
 class Truncated(GenerationError):

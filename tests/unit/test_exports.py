@@ -15,6 +15,8 @@ import sgl
 ROOT = Path(__file__).resolve().parents[2]
 
 PUBLIC = [
+    "AsyncProgramState",
+    "Batch",
     "ChoicesSamplingMethod",
     "Engine",
     "EngineConfig",
@@ -22,6 +24,8 @@ PUBLIC = [
     "ProgramState",
     "ProgramStateGroup",
     "SglFunction",
+    "StreamEvent",
+    "Template",
     "__version__",
     "assistant",
     "assistant_begin",
@@ -37,12 +41,15 @@ PUBLIC = [
     "greedy_token_selection",
     "image",
     "select",
+    "separate_reasoning",
     "set_default_backend",
     "set_default_options",
     "system",
     "system_begin",
     "system_end",
+    "template",
     "token_length_normalized",
+    "tool_prompt",
     "unconditional_likelihood_normalized",
     "user",
     "user_begin",
@@ -50,7 +57,7 @@ PUBLIC = [
     "video",
 ]
 
-ELSEWHERE = {"Engine", "__version__", "errors"}
+ELSEWHERE = {"Batch", "Template", "Engine", "__version__", "errors"}
 """`Engine` starts a process: its example runs with the engine's own tests. The others are no objects with examples."""
 
 GEN = [
@@ -131,7 +138,9 @@ def documentation(name: str) -> str:
     raise LookupError(name)
 
 
-@pytest.mark.parametrize("name", sorted(set(PUBLIC) - ELSEWHERE - {"ChoicesSamplingMethod", "ProgramStateGroup"}))
+@pytest.mark.parametrize(
+    "name", sorted(set(PUBLIC) - ELSEWHERE - {"ChoicesSamplingMethod", "ProgramStateGroup", "Template"})
+)
 def test_every_name_has_an_example_that_runs(name: str):
     value = getattr(sgl, name)
     test = doctest.DocTestParser().get_doctest(
@@ -153,7 +162,7 @@ def test_compatible_argument_orders():
         assert positional(typed) == [name for name in GEN if name not in left_out]
     assert positional(sgl.select) == ["name", "choices", "temperature", "choices_method"]
     keywords = [p.name for p in inspect.signature(sgl.SglFunction.run).parameters.values() if p.kind is p.KEYWORD_ONLY]
-    assert keywords == [*RUN, "cache_salt"]
+    assert keywords == [*RUN, "cache_salt", "seed", "deadline_s", "priority"]
     batch = [
         p.name for p in inspect.signature(sgl.SglFunction.run_batch).parameters.values() if p.kind is p.KEYWORD_ONLY
     ]

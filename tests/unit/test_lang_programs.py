@@ -458,20 +458,28 @@ def test_streams_in_the_body_end():
 
 def test_cursor_follows_the_first_capture_of_a_name_and_misses_nothing_before_it():
     program = Program(sgl.MockBackend(), ProgramOptions(stream=True), Sampling())
-    first, second = (Capture("a", 0, None, None, False) for _ in range(2))
+    first, second = (Capture("a", 0, None) for _ in range(2))
     first.node, second.node = 0, 1
     known = [None]
     cursor = Cursor(program, 0, "a", lambda: known[0], lambda: "")
     program._captures = {0: first, 1: second}
-    program._on_event(DeltaEvent(0, 0, "a", "one"))
-    assert cursor.take() == ([], False)
+
+    def texts():
+        pieces, over = cursor.take()
+        return [piece.text for piece in pieces], over
+
+    program._on_event(DeltaEvent(0, 0, "a", "one", (1, 2)))
+    assert texts() == ([], False)
     known[0] = first
-    assert cursor.take() == (["one"], False)
+    assert texts() == (["one"], False)
     known[0] = second
-    program._on_event(DeltaEvent(0, 0, "a", " two"))
-    program._on_event(ValueEvent(node=0, branch=0, name="a", value="one two"))
+    program._on_event(DeltaEvent(0, 0, "a", "", (3,)))
+    program._on_event(DeltaEvent(0, 0, "a", " two", (4,)))
+    program._on_event(ValueEvent(node=0, branch=0, name="a", value="one two", token_ids=(1, 2, 3, 4, 5)))
     program._on_event(DeltaEvent(1, 0, "a", "three"))
-    assert cursor.take() == ([" two"], True)
+    pieces, over = cursor.take()
+    assert over
+    assert [(piece.text, piece.token_ids) for piece in pieces] == [(" two", (3, 4)), ("", (5,))], "no token is lost"
 
 
 def test_closed_loop_of_a_consumer_does_not_reach_the_backend():
@@ -802,10 +810,15 @@ def test_functions_that_cannot_be_programs():
     with pytest.raises(InvalidParameter):
         sgl.function(lambda: None)
 
-    async def later(s): ...
+    def later(s):
+        yield
 
-    with pytest.raises(Unsupported):
-        sgl.function(later)
+    async def much_later(s):
+        yield
+
+    for generator in (later, much_later):
+        with pytest.raises(InvalidParameter, match="generator"):
+            sgl.function(generator)
 
 
 # --- batches ---

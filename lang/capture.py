@@ -1,0 +1,109 @@
+"""Values that a program will have, and where in the program they were asked for.
+
+Owns `Capture`, the place that the event of one generation or select fills, the search for the user's line, and how
+a task is woken from another thread. The interpreter fills captures; states and streams read them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import TYPE_CHECKING, cast
+
+from sgl.errors import InvalidProgram, SourceLocation
+from sgl.lang.forms import Form
+from sgl.lang.graph import ValueEvent
+
+if TYPE_CHECKING:
+    from sgl.grammars.formats import Message, StreamParser
+    from sgl.lang.tools import Toolbox
+
+_OURS = ("sgl.lang.", "contextlib", "asyncio.")
+"""Modules whose frames are not the program: this room, and what runs its context managers and tasks."""
+
+
+def user_location() -> SourceLocation | None:
+    """The innermost line on this thread's stack that is not of this room."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if not frame.f_globals.get("__name__", "").startswith(_OURS):
+            return SourceLocation(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+        frame = frame.f_back
+    return None
+
+
+class UnknownName(InvalidProgram, KeyError):
+    """A name that nothing captured; also a `KeyError`. On the wire it is `InvalidProgram`."""
+
+    __str__ = InvalidProgram.__str__
+
+
+class Capture:
+    """A value that a generation or select will have. Filled once, by the event of its node.
+
+    Args:
+        form: how its text becomes a typed value; `None` when it is text and nothing else.
+        reasoning: the format of the reasoning in what is generated, which is no part of its text then.
+        toolbox: the tools that it may call.
+    """
+
+    __slots__ = ("_message", "branch", "event", "form", "location", "name", "node", "reasoning", "toolbox")
+
+    def __init__(
+        self,
+        name: str,
+        branch: int,
+        location: SourceLocation | None,
+        form: Form | None = None,
+        reasoning: str | None = None,
+        toolbox: Toolbox | None = None,
+    ) -> None:
+        self.reasoning = reasoning
+        self.toolbox = toolbox
+        self._message: Message | None = None
+        self.name = name
+        self.branch = branch
+        self.location = location
+        self.form = form
+        self.node: int | None = None
+        self.event: ValueEvent | None = None
+
+    @property
+    def text(self) -> str:
+        """Its text, once it is there."""
+        return self.message.content if self.reasoning is not None else self.done.value
+
+    @property
+    def message(self) -> Message:
+        """What was generated, taken apart into reasoning and answer."""
+        if self._message is None:
+            self._message = reading(self.reasoning).parse(self.done.value)
+        return self._message
+
+    @property
+    def done(self) -> ValueEvent:
+        """Its event, once it is there."""
+        return cast(ValueEvent, self.event)
+
+
+def reading(reasoning: str | None) -> StreamParser:
+    """What takes generated text apart by the format of its reasoning."""
+    from sgl.grammars.formats import message_parser, reasoning_format
+
+    return message_parser(reasoning=reasoning_format(reasoning) if reasoning is not None else None)
+
+
+def waker() -> tuple[Callable[[], None], asyncio.Event]:
+    """What wakes this task from any thread, and what it waits on."""
+    loop = asyncio.get_running_loop()
+    woken = asyncio.Event()
+
+    def wake() -> None:
+        # The loop may close at any moment, and this is a thread of the backend: the consumer's end is no error of it.
+        with contextlib.suppress(RuntimeError):
+            loop.call_soon_threadsafe(woken.set)
+
+    return wake, woken

@@ -1,0 +1,142 @@
+"""How a generation's text becomes a typed value: constraint, stops and reader of each kind, in one place.
+
+Owns `Form`, made once per expression: from `dtype` (SGLang's four), from a JSON schema, or from a Python type
+(`gen(type=T)`). A type whose text can stand bare does so: an `int` is digits and a `Literal` of words is one of the
+words; whatever else is JSON. Reading fails with `Truncated` where the token budget broke the text off, and with
+`GenerationError` where the text is something else; both keep it in `partial`.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias, get_args, get_origin
+
+from sgl.errors import GenerationError, InvalidParameter, SglError, SourceLocation, Truncated
+from sgl.grammars.spec import Choices, Constraint, JsonSchema, Regex, canonical_schema
+
+DType: TypeAlias = type | str | None
+
+_NUMBER_STOPS = (" ", "\n")
+_DTYPES: dict[str, tuple[str, tuple[str, ...]]] = {
+    "int": (r"[-+]?[0-9]+[ \n]*", _NUMBER_STOPS),
+    "float": (r"[-+]?[0-9]*\.?[0-9]+[ \n]*", _NUMBER_STOPS),
+    "str": (r"\"[\w\d\s]*\"", ()),
+    "bool": (r"(True|False)", ()),
+}
+"""Per `dtype`: the pattern of its text, and stops that end it."""
+
+
+@dataclass(frozen=True)
+class Form:
+    """What a generation's text is.
+
+    Attributes:
+        label: for errors: `int`, `Person`, `JSON value`.
+        constraint: what holds the text to it; `None` for free text.
+        stops: strings that end the text, besides those that the program gives.
+        read: text to value; raises `ValueError` or `GenerationError`.
+        is_typed: `s[name]` is the value (`gen(type=T)`); otherwise it is the text, and `s.value(name)` the value.
+    """
+
+    label: str
+    constraint: Constraint | None
+    stops: tuple[str, ...]
+    read: Callable[[str], Any]
+    is_typed: bool = False
+
+    def value(self, name: str, text: str, *, cut: bool, location: SourceLocation | None) -> Any:
+        """The typed value of a capture's text.
+
+        Args:
+            cut: the token budget ended the text.
+
+        Raises:
+            Truncated: the text is no complete value, and was cut.
+            GenerationError: it is no value of the type.
+        """
+        try:
+            return self.read(text)
+        except (ValueError, KeyError, GenerationError) as error:
+            kind = Truncated if cut or not isinstance(error, GenerationError) else GenerationError
+            why = f": {error.message}" if isinstance(error, SglError) and not cut else f": {text!r}"
+            raise kind(
+                f"{name!r} is not a complete {self.label}{why}",
+                hint="raise max_tokens" if kind is Truncated else "generate it again",
+                location=location,
+                partial=text,
+            ) from error
+
+
+def dtype_form(dtype: DType) -> Form | None:
+    """The form of `dtype=int | float | str | bool`, given as a type or by its name."""
+    if dtype is None:
+        return None
+    name = dtype if isinstance(dtype, str) else getattr(dtype, "__name__", repr(dtype))
+    if name not in _DTYPES:
+        raise InvalidParameter(
+            f"dtype is {dtype!r}; expected int, float, str or bool", hint="type= takes other types", param="dtype"
+        )
+    pattern, stops = _DTYPES[name]
+    return Form(name, Regex(pattern), stops, lambda text: _READERS[name](text.strip()))
+
+
+def json_form(constraint: JsonSchema) -> Form:
+    """The form of a generation under a JSON schema: its text, and the decoded JSON as the value."""
+    return Form("JSON value", constraint, (), json.loads)
+
+
+def type_form(tp: Any) -> Form:
+    """The form of `gen(type=tp)`: the value that comes back is a `tp`.
+
+    Raises:
+        UnsupportedSchema: a type without a JSON form.
+
+    Example:
+        >>> type_form(Literal["yes", "no"]).constraint
+        Choices(options=('yes', 'no'))
+        >>> type_form(list[int]).read("[1, 2]")
+        [1, 2]
+        >>> type_form(int).read("24 "), type_form(bool).read("True")
+        (24, True)
+    """
+    if tp is str:
+        return Form("str", None, (), str, is_typed=True)
+    if tp in (int, float, bool):
+        name = tp.__name__
+        pattern, stops = _DTYPES[name]
+        return Form(name, Regex(pattern), stops, lambda text: _READERS[name](text.strip()), is_typed=True)
+    if (words := _bare_words(tp)) is not None:
+        return Form(_name(tp), Choices(tuple(words)), (), words.__getitem__, is_typed=True)
+    from sgl.grammars.types import parse, schema_of
+
+    schema = JsonSchema(canonical_schema(schema_of(tp)))
+    return Form(_name(tp), schema, (), lambda text: parse(tp, text), is_typed=True)
+
+
+def _bare_words(tp: Any) -> dict[str, Any] | None:
+    """Text to member of a `Literal` or an `Enum` whose members are told apart by their bare text; else `None`."""
+    if get_origin(tp) is Literal:
+        members = [(arg.value if isinstance(arg, enum.Enum) else arg, arg) for arg in get_args(tp)]
+    elif isinstance(tp, type) and issubclass(tp, enum.Enum):
+        members = [(member.value, member) for member in tp]
+    else:
+        return None
+    if not all(isinstance(value, (str, int)) for value, _ in members):
+        return None
+    words = {str(value): member for value, member in members}
+    return words if "" not in words and len(words) == len(members) else None
+
+
+def _name(tp: Any) -> str:
+    return str(tp) if get_origin(tp) is not None else str(getattr(tp, "__name__", tp))
+
+
+_READERS: dict[str, Callable[[str], Any]] = {
+    "int": int,
+    "float": float,
+    "str": json.loads,
+    "bool": {"True": True, "False": False}.__getitem__,
+}
