@@ -49,9 +49,9 @@ class Markers:
         self._prefixes = frozenset(text[:end] for text in self.texts for end in range(1, len(text)))
         self._pattern = re.compile("|".join(map(re.escape, self.texts)) or r"(?!)")
 
-    def search(self, text: str, start: int) -> re.Match[str] | None:
-        """The first marker from `start` on."""
-        return self._pattern.search(text, start)
+    def search(self, text: str, start: int, end: int) -> re.Match[str] | None:
+        """The first marker between two places."""
+        return self._pattern.search(text, start, end)
 
     def match(self, text: str, start: int) -> str:
         """The marker that begins at `start`; empty if there is none."""
@@ -177,16 +177,16 @@ class Source:
         """
         while True:
             start = self.at
-            found = markers.search(self.text, start)
+            end = min(len(self.text), start + limit + markers.max_len)  # a marker beyond the limit is none
+            found = markers.search(self.text, start, end)
+            self.examined += (found.end() if found is not None else end) - start + markers.max_len
             is_near_end = found is None or found.start() + markers.max_len > len(self.text)
             held = markers.held(self.text, start) if is_near_end and not self.closed else len(self.text)
             if found is not None and found.start() < held:
                 self._pass(found.start(), sink, limit)
                 self.at = found.end()
-                self.examined += found.end() - start + markers.max_len
                 return found.group()
             limit = self._pass(held, sink, limit)
-            self.examined += len(self.text) - start + markers.max_len
             if self.closed:
                 return ""
             yield
