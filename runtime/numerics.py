@@ -40,7 +40,8 @@ def decide_numerics(config: EngineConfig, facts: Facts, device: Literal["cpu", "
     reasons: list[tuple[str, str, str]] = []
     quantization: Quantization = "none"
     if config.quantization == "auto":
-        reasons.append(("quantization", quantization, _why_none(facts, obstacle)))
+        quantization, why = _auto_quantization(config, facts, obstacle)
+        reasons.append(("quantization", quantization, why))
     elif config.quantization != "none":
         quantization = config.quantization
         _check(quantization, facts, obstacle)
@@ -68,10 +69,15 @@ def _obstacle(config: EngineConfig, facts: Facts, device: str) -> str:
     return facts.native_obstacle
 
 
-def _why_none(facts: Facts, obstacle: str) -> str:
+def _auto_quantization(config: EngineConfig, facts: Facts, obstacle: str) -> tuple[Quantization, str]:
+    """Blocks of a GGUF file are kept unless something speaks against it: a dtype is also a wish for weights in it."""
     if facts.weights_kind != "gguf":
-        return "the checkpoint is not quantized"
-    return obstacle or "the file's blocks are expanded; quantization gguf keeps them, which is faster and less exact"
+        return "none", "the checkpoint is not quantized"
+    if obstacle:
+        return "none", f"the file's blocks are expanded: {obstacle}"
+    if config.dtype != "auto":
+        return "none", f"the file's blocks are expanded to {config.dtype}, as dtype says"
+    return "gguf", "the file's blocks are kept as they are: a quarter of the memory to read for each token"
 
 
 def _check(quantization: Quantization, facts: Facts, obstacle: str) -> None:

@@ -32,7 +32,7 @@ from sgl import environment
 from sgl.errors import ConfigError, InternalError, InvalidParameter, SglError, UnsupportedModel
 from sgl.lang.graph import PROTOCOL, Event, FailedEvent, StateText
 from sgl.runtime import rendezvous
-from sgl.runtime.config import EngineConfig, RuntimeOverride, config_from_mapping, resolve
+from sgl.runtime.config import EngineConfig, Facts, ResolvedConfig, RuntimeOverride, config_from_mapping, resolve
 from sgl.runtime.core import EngineCore
 from sgl.runtime.failures import internal_error
 from sgl.runtime.faults import SWITCH, parse_faults
@@ -301,7 +301,6 @@ def build_core(
         faults = parse_faults(config.fault_points, allowed=environment.read(SWITCH) == "1")
 
     from sgl.runtime.loading.checkpoint import open_checkpoint
-    from sgl.runtime.loading.facts import load_native_kernels
     from sgl.runtime.loading.sources import locate
 
     processors = load_processors(config.logit_processors)
@@ -334,15 +333,10 @@ def build_core(
     from sgl.runtime.sampler import Sampler
 
     progress(f"planning {source.name}")
-    facts = checkpoint.facts()
-    resolved = resolve(config, facts)
+    resolved = _resolve_and_load_kernels(config, checkpoint.facts(), progress)
     if resolved.memory is not None:
         progress(f"loading {source.name}: {resolved.memory.summary()}")
         log.info("memory plan of %s: %s", source.name, resolved.memory.summary())
-    if resolved.kernels == "native":
-        load_native_kernels(progress)
-    elif facts.native_obstacle and resolved.device == "cpu" and config.kernels == "auto" and config.dtype != "float32":
-        log.warning("the model runs on torch, which is slower: %s", facts.native_obstacle)
     model = checkpoint.build_model(
         resolved.dtype,
         resolved.device,
@@ -377,6 +371,27 @@ def build_core(
         "overrides": [],
     }
     return core, info
+
+
+def _resolve_and_load_kernels(config: EngineConfig, facts: Facts, progress: Callable[[str], None]) -> ResolvedConfig:
+    """What runs, with the native kernels loaded where they compute. A compiler that turns out not to work is one fact
+    more: the rest is decided without native kernels, and said once.
+
+    Raises:
+        ConfigError: the wishes in `config` cannot be had.
+    """
+    from sgl.runtime.loading.facts import load_native_kernels
+
+    resolved = resolve(config, facts)
+    obstacle = facts.native_obstacle
+    if resolved.kernels == "native" and not (obstacle := load_native_kernels(progress)):
+        return resolved
+    if obstacle:
+        slower = resolve(config, msgspec.structs.replace(facts, native="", native_obstacle=obstacle))
+        if resolve(config, msgspec.structs.replace(facts, native_obstacle="")).kernels == "native":
+            log.warning("the model runs on torch, which is slower: %s", obstacle)
+        return slower
+    return resolved
 
 
 def _open_log(path: str) -> FileIO:

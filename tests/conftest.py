@@ -77,8 +77,14 @@ def dummy_engine() -> Iterator[Engine]:
 
 @pytest.fixture(scope="session")
 def smollm2() -> Iterator[Engine]:
-    """An engine on the embedded default model in float32. The weights are fetched once into the user's cache."""
-    yield from _start(model_path="smollm2-135m", dtype="float32")
+    """An engine on the embedded default model as users have it. The weights are fetched once into the user's cache."""
+    yield from _start(model_path="smollm2-135m")
+
+
+@pytest.fixture(scope="session")
+def exact_smollm2() -> Iterator[Engine]:
+    """The same model on torch in float32, to compare with transformers."""
+    yield from _start(model_path="smollm2-135m", dtype="float32", kernels="torch")
 
 
 def child_processes() -> dict[int, str]:
@@ -157,7 +163,7 @@ def rig_faults() -> list[str]:
 def leaves_nothing_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fail a test that leaks a process, a thread, an open file or a program, or after which an engine breaks a law."""
     # Shared engines start before the baseline is taken, whatever the order of a test's arguments.
-    for name in ("dummy_engine", "smollm2"):
+    for name in ("dummy_engine", "smollm2", "exact_smollm2"):
         if name in request.fixturenames:
             request.getfixturevalue(name)
     children, threads, files = set(child_processes()), lasting_threads(), open_files()

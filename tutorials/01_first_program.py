@@ -46,6 +46,7 @@ PERSON = {
         "likes": {"type": "array", "items": {"enum": ["music", "chess", "food"]}, "minItems": 1, "maxItems": 2},
     },
     "required": ["name", "age", "likes"],
+    "additionalProperties": False,  # else the model may add what it likes, and the end may lie beyond max_tokens
 }
 
 
@@ -55,7 +56,7 @@ def facts(s):
     s += sgl.assistant("It sank in " + sgl.gen("year", regex=r"19[0-9]{2}", temperature=0) + ".")
     s += sgl.user("Invent a person who was aboard.")
     s += sgl.assistant(
-        "Here is one: " + sgl.gen("person", json_schema=json.dumps(PERSON), max_tokens=64, temperature=0)
+        "Here is one: " + sgl.gen("person", json_schema=json.dumps(PERSON), max_tokens=100, temperature=0)
     )
 
 

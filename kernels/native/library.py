@@ -94,14 +94,11 @@ def plan(folder: Path, instruction_set: str | None = None) -> Build:
     name = instruction_set or best_instruction_set()
     extensions = tuple(flag for feature, flag in _EXTENSIONS[name] if feature in cpu_features())
     command = (found, *_FLAGS, *INSTRUCTION_SETS[name][1], *extensions)
-    digest = hashlib.sha256("\0".join((*command, platform.machine(), _version(found))).encode())
-    for path in sources():
-        digest.update(path.name.encode() + b"\0" + path.read_bytes())
     return Build(
         instruction_set=name,
         compiler=_version(found),
         command=command,
-        path=str(folder / f"sgl-{name}-{digest.hexdigest()[:16]}.so"),
+        path=str(folder / f"sgl-{name}-{_digest(command, SOURCE)}.so"),
     )
 
 
@@ -116,9 +113,16 @@ def best_instruction_set() -> str:
     return next(name for name, (needs, _) in INSTRUCTION_SETS.items() if features.issuperset(needs))
 
 
-def sources() -> list[Path]:
+def sources(folder: Path = SOURCE) -> list[Path]:
     """The C++ files, in a fixed order."""
-    return sorted([*SOURCE.glob("*.h"), *SOURCE.glob("*.cpp")])
+    return sorted([*folder.glob("*.h"), *folder.glob("*.cpp")])
+
+
+def _digest(command: tuple[str, ...], source: Path) -> str:
+    digest = hashlib.sha256("\0".join((*command, platform.machine(), _version(command[0]))).encode())
+    for path in sources(source):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def build(planned: Build) -> float:
@@ -134,8 +138,13 @@ def build(planned: Build) -> float:
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+            # A copy is compiled, and only if it is what the name was made from: the source may be edited meanwhile.
+            for path in sources():
+                shutil.copy(path, folder)
+            if _digest(planned.command, Path(folder)) not in target.name:
+                raise NativeUnavailable(f"the source in {SOURCE} was changed while it was about to be compiled")
             made = Path(folder) / target.name
-            command = [*planned.command, str(SOURCE / "native.cpp"), "-o", str(made)]
+            command = [*planned.command, str(Path(folder) / "native.cpp"), "-o", str(made)]
             done = subprocess.run(
                 command, capture_output=True, text=True, timeout=_BUILD_SECONDS, stdin=subprocess.DEVNULL
             )

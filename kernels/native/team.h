@@ -32,7 +32,7 @@ class Team {
 
     ~Team() {
         stop_ = true;
-        started_.fetch_add(1, std::memory_order_release);
+        started_.fetch_add(1);
         started_.notify_all();
         for (std::thread& thread : threads_) thread.join();
     }
@@ -50,7 +50,7 @@ class Team {
             return;
         }
         work_ = std::ref(work);
-        started_.fetch_add(1, std::memory_order_release);
+        started_.fetch_add(1);
         started_.notify_all();
         work();
         barrier([] {});
@@ -69,7 +69,9 @@ class Team {
     }
 
    private:
-    // Waits for all; the last to arrive calls `then`.
+    // Waits for all; the last to arrive calls `then`. What others may sleep on is written in sequentially consistent
+    // order: `notify_all` first looks whether anybody sleeps, and a weaker write could still be on its way then, so that
+    // a member that is about to sleep sees the old number and is not woken.
     template <class Then>
     void barrier(Then&& then) {
         uint32_t round = round_.load(std::memory_order_relaxed);
@@ -77,7 +79,7 @@ class Team {
             then();
             arrived_.store(0, std::memory_order_relaxed);
             next_.store(0, std::memory_order_relaxed);
-            round_.store(round + 1, std::memory_order_release);
+            round_.store(round + 1);
             round_.notify_all();
         } else {
             wait_for_change(round_, round);

@@ -11,7 +11,6 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from sgl.errors import ConfigError
 from sgl.kernels.native import library
 from sgl.runtime.config import Facts
 from sgl.runtime.loading.cache import cache_folder
@@ -72,23 +71,16 @@ def native_kernels() -> tuple[str, str]:
     return f"{build.instruction_set}, {build.compiler}", ""
 
 
-def load_native_kernels(progress: Callable[[str], None] = lambda text: None) -> None:
-    """Load the native library, building it if need be.
-
-    Raises:
-        ConfigError: it cannot be built after all, with the option that goes around it.
-    """
+def load_native_kernels(progress: Callable[[str], None] = lambda text: None) -> str:
+    """Load the native library, building it if need be; returns why that failed, or an empty string."""
     try:
         build = library.plan(native_folder())
         if not build.done:
             progress(f"compiling the native kernels for {build.instruction_set}, once")
         library.load(native_folder())
     except library.NativeUnavailable as reason:
-        raise ConfigError(
-            f"the native kernels cannot be used: {reason}",
-            hint="set dtype to float32 and quantization to none",
-            param="quantization",
-        ) from None
+        return str(reason)
+    return ""
 
 
 def native_folder() -> Path:

@@ -21,13 +21,12 @@ TEXT = "The capital of France is Paris. The capital of Italy is"
 
 
 @pytest.mark.parametrize("start_len", [0, 5])
-def test_prompt_logprobs_are_those_of_transformers(smollm2: Engine, start_len: int) -> None:
+def test_prompt_logprobs_are_those_of_transformers(exact_smollm2: Engine, start_len: int) -> None:
     asked = {"max_new_tokens": 3, "temperature": 0, "logprob_start_len": start_len, "top_logprobs_num": 3}
-    out = smollm2.generate(TEXT, {**asked, "token_ids_logprob": GIVEN})
+    out = exact_smollm2.generate(TEXT, {**asked, "token_ids_logprob": GIVEN})
     meta = out["meta_info"]
-    prompt = [token_id for _, token_id, _ in smollm2.generate(TEXT, {**asked, "logprob_start_len": 0})["meta_info"][
-        "input_token_logprobs"
-    ]]  # fmt: skip
+    whole = exact_smollm2.generate(TEXT, {**asked, "logprob_start_len": 0})["meta_info"]
+    prompt = [token_id for _, token_id, _ in whole["input_token_logprobs"]]
     ids = prompt + out["output_ids"]
     with torch.inference_mode():
         logits = transformers_smollm2()(torch.tensor([ids])).logits[0]

@@ -91,7 +91,7 @@ def pick(s, prefix: str, choices: list[str], all_scores: bool) -> None:  # type:
     ("num_tokens", "counts"), [(200, (4, 26)), pytest.param(2000, (4, 26, 500), marks=pytest.mark.slow)]
 )
 def test_scores_are_those_of_the_full_strings(
-    smollm2: Engine,
+    exact_smollm2: Engine,
     tokenizer: Tokenizer,
     num_tokens: int,
     counts: tuple[int, ...],
@@ -101,9 +101,9 @@ def test_scores_are_those_of_the_full_strings(
     scorer = Scorer(tokenizer, prefix)
     for count in counts:
         choices = options(count)
-        before = smollm2.stats()
-        state = pick.run(prefix=prefix, choices=choices, all_scores=True, backend=smollm2)
-        after = smollm2.stats()
+        before = exact_smollm2.stats()
+        state = pick.run(prefix=prefix, choices=choices, all_scores=True, backend=exact_smollm2)
+        after = exact_smollm2.stats()
         found = state.get_meta_info("word")["input_token_logprobs"]
         encoded = [tokenizer.encode(prefix + choice) for choice in choices]
         stable = len(encoded[0]) - len(found[0])
@@ -121,8 +121,8 @@ def test_scores_are_those_of_the_full_strings(
         computed = after["prefill_tokens"] - before["prefill_tokens"]
         assert forwards == -(-computed // 512)
 
-        early = pick.run(prefix=prefix, choices=choices, all_scores=False, backend=smollm2)
-        stopped = smollm2.stats()
+        early = pick.run(prefix=prefix, choices=choices, all_scores=False, backend=exact_smollm2)
+        stopped = exact_smollm2.stats()
         assert early["word"] == state["word"]
         assert stopped["scored_tokens"] - after["scored_tokens"] <= scored
         record_property(f"{count} options: tokens, of options, forwards", (computed, scored, forwards))

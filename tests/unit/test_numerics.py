@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from sgl.errors import ConfigError
 from sgl.runtime.config import EngineConfig, Facts, resolve
 from sgl.runtime.numerics import decide_numerics
+from sgl.runtime.worker import _resolve_and_load_kernels
 
 FACTS = Facts(
     cpu_count=2,
@@ -30,14 +34,16 @@ FACTS = Facts(
 
 
 def facts(**changes: Any) -> Facts:
-    import msgspec
-
     return msgspec.structs.replace(FACTS, **changes)
 
 
 @pytest.mark.parametrize(
     ("wish", "found", "expected"),
     [
+        ({}, {}, ("bfloat16", "gguf", "native")),
+        ({"kernels": "native"}, {}, ("bfloat16", "gguf", "native")),
+        ({"kernels": "torch"}, {}, ("float32", "none", "torch")),
+        ({}, {"native_obstacle": "there is no compiler"}, ("float32", "none", "torch")),
         ({"dtype": "float32"}, {}, ("float32", "none", "torch")),
         ({"dtype": "bfloat16", "quantization": "none"}, {}, ("bfloat16", "none", "native")),
         ({"dtype": "bfloat16", "kernels": "torch"}, {}, ("bfloat16", "none", "torch")),
@@ -80,6 +86,26 @@ def test_what_cannot_be_had_is_refused_with_the_reason(
         decide_numerics(EngineConfig(**wish), facts(**found), wish.get("device", "cpu"))
     assert caught.value.hint
     assert caught.value.param in ("quantization", "kernels")
+
+
+def test_a_compiler_that_does_not_work_is_one_fact_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The model runs on torch, which is said once; what was asked for by name is refused with the compiler's words."""
+    compiler = tmp_path / "c++"
+    compiler.write_text(
+        "#!/bin/sh\n[ \"$1\" = --version ] && echo broken 1.0 || { echo 'error: no header' >&2; exit 1; }\n"
+    )
+    compiler.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("SGL_CACHE", str(tmp_path))
+    with caplog.at_level("WARNING", logger="sgl"):
+        resolved = _resolve_and_load_kernels(EngineConfig(), FACTS, lambda text: None)
+    assert (resolved.dtype, resolved.quantization, resolved.kernels) == ("float32", "none", "torch")
+    [said] = caplog.messages
+    assert "error: no header" in said
+    with pytest.raises(ConfigError, match="error: no header"):
+        _resolve_and_load_kernels(EngineConfig(quantization="gguf"), FACTS, lambda text: None)
 
 
 def test_the_memory_plan_counts_what_is_kept() -> None:
