@@ -157,18 +157,18 @@ class Explanation:
         Raises:
             SglError: a row failed.
         """
-        chosen = backend or self._backend or defaults.default_backend()
-        counter = CountingBackend(chosen)
-        before = _forwards(chosen)
+        counter = CountingBackend(backend or self._backend or defaults.default_backend())
         calls = [self._function.bind(**named) if named else self._function for _, named in self._rows]
         if len(self._rows) == 1:
             self.states = [calls[0].run(*self._rows[0][0], backend=counter, **self._sampling)]
         else:
             rows = [self._positional(args, named) for args, named in self._rows]
             self.states = self._function.run_batch(rows, backend=counter, **self._sampling)
-        after = _forwards(chosen)
-        forwards = after - before if after is not None and before is not None else None
-        self.plan = msgspec.structs.replace(self.plan, measured=counter.figures(forwards))
+        return self.take(counter)
+
+    def take(self, counter: CountingBackend) -> Explanation:
+        """Put what a counter has counted beside what was predicted; this explanation."""
+        self.plan = msgspec.structs.replace(self.plan, measured=counter.figures())
         return self
 
     def _positional(self, args: tuple[Any, ...], named: dict[str, Any]) -> dict[str, Any]:
@@ -387,6 +387,7 @@ class CountingBackend:
         self._usage = Usage()
         self._requests = 0
         self._round_trips = 0
+        self._forwards = _forwards(backend)
         recommend = getattr(backend, "sampling_defaults", None)
         if recommend is not None:
             self.sampling_defaults = recommend
@@ -420,8 +421,10 @@ class CountingBackend:
     def shutdown(self) -> None:
         """Nothing: the backend belongs to whoever made it."""
 
-    def figures(self, forwards: int | None) -> Figures:
+    def figures(self) -> Figures:
         """What was counted so far."""
+        now, before = _forwards(self._backend), self._forwards
+        forwards = now - before if now is not None and before is not None else None
         with self._lock:
             return Figures.of(self._usage, requests=self._requests, forwards=forwards, round_trips=self._round_trips)
 

@@ -5,6 +5,7 @@ Called by `sgl.lang.explain.Explanation`.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from sgl.lang.tracing import line_of
@@ -18,7 +19,12 @@ _ROWS_SHOWN = 20
 
 def plan_page(explanation: Explanation) -> str:
     """A page that stands alone."""
-    return page(f"Plan of {explanation.plan.program}", *_content(explanation))
+    return plans_page(f"Plan of {explanation.plan.program}", [explanation])
+
+
+def plans_page(title: str, explanations: Iterable[Explanation]) -> str:
+    """Several on one page."""
+    return page(title, *(each for explanation in explanations for each in _content(explanation)))
 
 
 def plan_part(explanation: Explanation) -> str:

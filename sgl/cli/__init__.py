@@ -1,4 +1,4 @@
-"""The command line: `sgl run | pull | list | doctor | bench`.
+"""The command line: `sgl run | trace | explain | pull | list | doctor | bench`.
 
 Owns the commands and their flags (those of `bench` are in `sgl.cli.bench`); the work is done by `sgl.cli.program`,
 `sgl.doctor`, `sgl.bench` and the loader. What is heavy is imported inside a command, so that `sgl --help` answers at
@@ -17,6 +17,7 @@ import sgl
 from sgl.cli import bench_paths, bench_program  # noqa: F401 - register their commands
 from sgl.cli.bench import bench
 from sgl.cli.console import FAILED, Json, bytes_text, download_bar, guarded, say, show_json, show_table
+from sgl.cli.explain import explain
 from sgl.cli.options import engine_options
 from sgl.environment import export
 from sgl.runtime.config import EngineConfig, config_from_mapping
@@ -106,6 +107,9 @@ def trace(
     status = run_file(path, args or [])
     say(f"timeline: {timeline} (open it in ui.perfetto.dev)")
     raise typer.Exit(status)
+
+
+app.command(context_settings={"allow_interspersed_args": False, "ignore_unknown_options": False})(explain)
 
 
 @app.command()

@@ -18,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType, TracebackType
+from typing import Any
 
 from sgl.cli.console import FAILED, say
 from sgl.errors import ConfigError, SglError, SourceLocation
@@ -54,8 +55,11 @@ def syntax_error(path: Path) -> str | None:
     return None
 
 
-def run_file(path: Path, args: Sequence[str]) -> int:
+def run_file(path: Path, args: Sequence[str], names: dict[str, Any] | None = None) -> int:
     """Execute the program; the exit status. `SystemExit` of the program passes through.
+
+    Args:
+        names: filled with what the file defines, once it is through.
 
     Raises:
         SglError: the program let one escape; it points at the innermost line of the file.
@@ -67,13 +71,15 @@ def run_file(path: Path, args: Sequence[str]) -> int:
     sys.path.insert(0, str(path.resolve().parent))
     try:
         with _ended_by_sigterm():
-            runpy.run_path(str(path), run_name="__main__")
+            defined = runpy.run_path(str(path), run_name="__main__")
     except SglError as error:
         error.at(_last_line_of(path, error.__traceback__))
         raise
     except Exception as error:  # noqa: BLE001 - the user's own: shown as Python would show it
         traceback.print_exception(type(error), error, _from_frame_of(path, error.__traceback__))
         return FAILED
+    if names is not None:
+        names.update(defined)
     return 0
 
 
