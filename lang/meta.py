@@ -72,6 +72,11 @@ def _scores(scores: tuple[ChoiceScore, ...]) -> dict[str, Any]:
         for score in scores
     ]
     info["output_token_logprobs"] = [[] for _ in scores]
+    longest = max(len(score.logprobs) for score in scores)
+    info["greedy_logprob_matrix"] = [
+        [*score.logprobs, *[mean] * (longest - len(score.logprobs))]  # as the greedy method compares them
+        for score, mean in zip(scores, info["normalized_prompt_logprobs"], strict=True)
+    ]
     if any(score.unconditional for score in scores):
         info["unconditional_token_logprobs"] = [list(score.unconditional) for score in scores]
         info["normalized_unconditional_prompt_logprobs"] = [

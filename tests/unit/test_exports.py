@@ -60,53 +60,6 @@ PUBLIC = [
 ELSEWHERE = {"Batch", "Template", "Engine", "__version__", "errors"}
 """`Engine` starts a process: its example runs with the engine's own tests. The others are no objects with examples."""
 
-GEN = [
-    "name",
-    "max_tokens",
-    "min_tokens",
-    "n",
-    "stop",
-    "stop_token_ids",
-    "stop_regex",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "frequency_penalty",
-    "presence_penalty",
-    "ignore_eos",
-    "return_logprob",
-    "logprob_start_len",
-    "top_logprobs_num",
-    "return_text_in_logprobs",
-    "dtype",
-    "choices",
-    "choices_method",
-    "regex",
-    "json_schema",
-]
-RUN = [
-    "max_new_tokens",
-    "n",
-    "stop",
-    "stop_token_ids",
-    "stop_regex",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "frequency_penalty",
-    "presence_penalty",
-    "ignore_eos",
-    "return_logprob",
-    "logprob_start_len",
-    "top_logprobs_num",
-    "return_text_in_logprobs",
-    "stream",
-    "backend",
-    "use_thread",
-]
-
 
 def test_the_exact_list():
     assert sorted(sgl.__all__) == sorted(PUBLIC)
@@ -149,26 +102,3 @@ def test_every_name_has_an_example_that_runs(name: str):
     assert test.examples, f"{name} has no example"
     results = doctest.DocTestRunner(optionflags=doctest.IGNORE_EXCEPTION_DETAIL).run(test)
     assert results.failed == 0
-
-
-def test_compatible_argument_orders():
-    def positional(function: object) -> list[str]:
-        kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD,)
-        return [p.name for p in inspect.signature(function).parameters.values() if p.kind in kinds]  # type: ignore[arg-type]
-
-    assert positional(sgl.gen) == GEN
-    left_out = {"min_tokens", "dtype", "choices", "choices_method", "regex", "json_schema"}
-    for typed in (sgl.gen_int, sgl.gen_string):
-        assert positional(typed) == [name for name in GEN if name not in left_out]
-    assert positional(sgl.select) == ["name", "choices", "temperature", "choices_method"]
-    keywords = [p.name for p in inspect.signature(sgl.SglFunction.run).parameters.values() if p.kind is p.KEYWORD_ONLY]
-    assert keywords == [*RUN, "cache_salt", "seed", "deadline_s", "priority"]
-    batch = [
-        p.name for p in inspect.signature(sgl.SglFunction.run_batch).parameters.values() if p.kind is p.KEYWORD_ONLY
-    ]
-    compatible = [*RUN[:16], "backend", "num_threads", "progress_bar", "generator_style"]
-    assert batch[: len(compatible)] == compatible
-    defaults = {p.name: p.default for p in inspect.signature(sgl.SglFunction.run).parameters.values()}
-    assert (defaults["max_new_tokens"], defaults["n"]) == (128, 1)
-    # None is what the model recommends, else SGLang's 1.0, 1.0, -1 and 0.0: the constants of Sampling.
-    assert [defaults[name] for name in ("temperature", "top_p", "top_k", "min_p")] == [None] * 4

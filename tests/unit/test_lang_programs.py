@@ -106,6 +106,7 @@ def test_3_select_and_its_probabilities():
     assert state.probabilities("truth") == {"True": 0.0, "False": 0.0, "Unknown": 1.0}
     meta = state.get_meta_info("truth")
     assert {"normalized_prompt_logprobs", "input_token_logprobs", "output_token_logprobs"} <= set(meta)
+    assert len({len(row) for row in meta["greedy_logprob_matrix"]}) == 1
 
 
 def test_4_15_typed_values():
@@ -872,6 +873,18 @@ def test_batch_raises_the_first_error(generator_style):
         list(
             row.run_batch([(i,) for i in range(9)], backend=boom_at(3), num_threads=1, generator_style=generator_style)
         )
+
+
+def test_an_interrupt_in_a_row_ends_the_batch():
+    @sgl.function
+    def interrupted(s, i):
+        s += sgl.gen("v")
+        if i == 1:
+            raise KeyboardInterrupt
+        s["v"]
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted.run_batch([(i,) for i in range(4)], backend=sgl.MockBackend(delay_s=60), on_error="return")
 
 
 def test_batch_lets_the_others_end_when_asked():
