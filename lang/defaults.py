@@ -20,7 +20,7 @@ _lock = threading.RLock()
 _chosen: Backend | None = None
 _automatic: Backend | None = None
 _factory: Callable[[], Backend] | None = None
-_renderer_factory: Callable[[], Renderer] | None = None
+_renderers: Callable[[str | None], Renderer] | None = None
 
 
 def register_default_backend(factory: Callable[[], Backend] | None) -> None:
@@ -30,11 +30,31 @@ def register_default_backend(factory: Callable[[], Backend] | None) -> None:
         _factory = factory
 
 
-def register_default_renderer(factory: Callable[[], Renderer] | None) -> None:
-    """What counts tokens when no backend is given, without starting one (see `sgl.lang.rendering`)."""
-    global _renderer_factory
+def register_renderers(factory: Callable[[str | None], Renderer] | None) -> None:
+    """What makes the renderer of a model by its name or path, of the default engine's for `None`, without an engine."""
+    global _renderers
     with _lock:
-        _renderer_factory = factory
+        _renderers = factory
+
+
+def renderer_for(model: str | None) -> Renderer:
+    """What counts and renders for a model, by its name or path (see `sgl.lang.rendering`).
+
+    Raises:
+        ConfigError: nothing here knows models.
+        ModelError: the model cannot be found or read.
+
+    Example:
+        >>> import sgl
+        >>> _ = sgl.MockBackend  # the package brings the models
+        >>> renderer_for("dummy").count("four")
+        4
+    """
+    with _lock:
+        factory = _renderers
+    if factory is None:
+        raise ConfigError("nothing here knows models", hint="import sgl, and not a part of it alone")
+    return factory(model)
 
 
 def default_renderer() -> Renderer:
@@ -48,12 +68,12 @@ def default_renderer() -> Renderer:
         >>> sgl.set_default_backend(None)
     """
     with _lock:
-        chosen, factory = _chosen, _renderer_factory
-    make = getattr(chosen, "renderer", None) if chosen is not None else factory
-    if make is None:
-        return PlainRenderer("an estimate of four characters per token")
-    renderer: Renderer = make()
-    return renderer
+        chosen = _chosen
+    if chosen is None:
+        return renderer_for(None)
+    make = getattr(chosen, "renderer", None)
+    found: Renderer = make() if make is not None else PlainRenderer("an estimate of four characters per token")
+    return found
 
 
 def set_default_backend(backend: Backend | None) -> None:

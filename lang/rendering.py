@@ -85,6 +85,9 @@ class Renderer(Protocol):
     def filler(self, num_tokens: int) -> str:
         """Some text of that many tokens."""
 
+    def split(self, text: str) -> list[str]:
+        """A text alone as its tokens' texts, which put together are the text; a part of a character has none."""
+
     def count(self, text: str) -> int:
         """Tokens of a text alone."""
 
@@ -150,8 +153,12 @@ class PlainRenderer:
         """As many pieces that look the same."""
         return " abc" * num_tokens
 
-    def count(self, text: str) -> int:
+    def split(self, text: str) -> list[str]:
         """Pieces of a text."""
+        return self._split(text)
+
+    def count(self, text: str) -> int:
+        """Number of pieces."""
         return len(self._split(text))
 
 

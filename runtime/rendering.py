@@ -7,6 +7,7 @@ holds that its ids are those of the engine.
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, Literal
@@ -54,9 +55,14 @@ class ModelRenderer:
         """Tokens of a text alone."""
         return len(self.tokenizer.encode(text)) if text else 0
 
+    def split(self, text: str) -> list[str]:
+        """A text alone as its tokens' texts."""
+        return self.pieces(self.tokenizer.encode(text)) if text else []
+
     def pieces(self, ids: Sequence[int]) -> list[str]:
-        """The text of each token alone; half characters are U+FFFD."""
-        return [self.tokenizer.decode([token_id], skip_special_tokens=False) for token_id in ids]
+        """The text of each token; one that ends within a character leaves it to the next."""
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        return [decoder.decode(self.tokenizer.token_bytes(id, skip_special_tokens=False)) for id in ids]
 
 
 class ModelState:

@@ -25,10 +25,11 @@ if TYPE_CHECKING:
         token_length_normalized,
         unconditional_likelihood_normalized,
     )
+    from sgl.lang.decorator import function
     from sgl.lang.defaults import default_backend, flush_cache, get_server_info, set_default_backend
     from sgl.lang.expressions import gen, gen_int, gen_string, select, separate_reasoning
     from sgl.lang.fork import ProgramStateGroup
-    from sgl.lang.function import SglFunction, function
+    from sgl.lang.function import SglFunction
     from sgl.lang.mock import MockBackend
     from sgl.lang.rendering import Renderer
     from sgl.lang.state import ProgramState
@@ -67,7 +68,8 @@ _HOME = {
     "sgl.lang.batch": ("Batch",),
     "sgl.lang.expressions": ("gen", "gen_int", "gen_string", "select", "separate_reasoning"),
     "sgl.lang.fork": ("ProgramStateGroup",),
-    "sgl.lang.function": ("SglFunction", "function"),
+    "sgl.lang.decorator": ("function",),
+    "sgl.lang.function": ("SglFunction",),
     "sgl.lang.mock": ("MockBackend",),
     "sgl.lang.state": ("ProgramState",),
     "sgl.lang.streams": ("StreamEvent",),
@@ -166,13 +168,13 @@ def _start_default_engine() -> Backend:
     return Engine(**fields)  # ends itself at exit
 
 
-def _load_default_renderer() -> Renderer:
+def _load_renderer(model: str | None) -> Renderer:
     from sgl.environment import with_environment
     from sgl.runtime.config import EngineConfig, config_from_mapping
     from sgl.runtime.rendering import model_renderer
 
     with _options_lock:
-        fields = dict(_options)
+        fields = dict(_options) if model is None else {"model_path": model}
     return model_renderer(config_from_mapping(with_environment(fields, EngineConfig)))
 
 
@@ -181,7 +183,7 @@ def _register_engine() -> None:
     """Give the language its default backend and renderer: once, so that a factory registered later stays."""
     defaults = importlib.import_module("sgl.lang.defaults")
     defaults.register_default_backend(_start_default_engine)
-    defaults.register_default_renderer(_load_default_renderer)
+    defaults.register_renderers(_load_renderer)
 
 
 @atexit.register

@@ -3,19 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 from support.backend_conformance import BackendConformance
+from support.suite import chat, extract, judge
 
 import sgl
 from sgl.errors import EngineDead, GenerationError, InternalError, InvalidParameter, SglError
 from sgl.lang.graph import Gen
+
+if TYPE_CHECKING:
+    from sgl.runtime.engine import Engine
 
 
 class TestMock(BackendConformance):
     @pytest.fixture
     def backend(self) -> Iterator[sgl.MockBackend]:
         with sgl.MockBackend() as mock:
+            yield mock
+
+
+class TestMockOfAModel(BackendConformance):
+    @pytest.fixture
+    def backend(self) -> Iterator[sgl.MockBackend]:
+        with sgl.MockBackend(lambda prompt, node: "é is 1 letter", model="dummy") as mock:
             yield mock
 
 
@@ -86,3 +98,25 @@ def test_shutdown_is_idempotent():
 def test_backend_must_be_one():
     with pytest.raises(InvalidParameter):
         sgl.set_default_backend("http://localhost")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("program", [chat, judge, extract], ids=lambda program: program.__name__)
+def test_prompts_are_token_for_token_those_of_an_engine(program: sgl.SglFunction, dummy_engine: Engine):
+    arguments = ["tea é <|im_end|>", "and why?"][: len(program.arg_names)]
+    real = program.run(*arguments, backend=dummy_engine)
+    values = {name: real[name] for name in ("one", "two", "note", "name", "year") if name in real}
+    choices = {name: real[name] for name in ("grade", "kind") if name in real}
+    mock = sgl.MockBackend(values, choices=choices, model="dummy")
+    mocked = program.run(*arguments, backend=mock)
+    assert mocked.text() == real.text()
+    for name in (*values, *choices):
+        metas = [state.get_meta_info(name) for state in (real, mocked)]
+        ours, theirs = ([meta] if isinstance(meta, dict) else meta for meta in metas)
+        assert [m["output_ids"] for m in ours] == [m["output_ids"] for m in theirs]
+        if name not in choices:  # scoring options counts them as prompt
+            assert [m["prompt_tokens"] for m in ours] == [m["prompt_tokens"] for m in theirs]
+
+
+def test_an_unknown_model_is_said_at_once():
+    with pytest.raises(sgl.errors.ModelNotFound):
+        sgl.MockBackend(model="no-such-model")
