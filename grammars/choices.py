@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 
 import numpy as np
 
@@ -27,6 +28,7 @@ class Vocabulary:
         vocab_size: number of logits of the model; may be larger than the tokenizer's vocabulary.
         eos_ids: ids that end a sequence.
         encode: canonical tokenization of bytes.
+        specials: special tokens but those that end a sequence: text -> id. They are in no text that is constrained.
 
     Attributes:
         covers_bytes: whether every byte that occurs in UTF-8 is a token of its own; then no text is unreachable.
@@ -43,8 +45,10 @@ class Vocabulary:
         vocab_size: int,
         eos_ids: Iterable[int],
         encode: Callable[[bytes], list[int]],
+        specials: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
         self.vocab_size = vocab_size
+        self.specials = dict(specials)
         self.eos_ids = frozenset(eos_ids)
         self.encode = encode
         self.token_bytes = {
@@ -60,6 +64,14 @@ class Vocabulary:
         self.covers_bytes = all(bytes([byte]) in self.ids for byte in utf8)
         self.eos_row = row_of(self.eos_ids, vocab_size)
         self.token_row = row_of(self.token_bytes, vocab_size)
+        self._rows_of_first: dict[frozenset[int], Bitmask] = {}
+
+    def row_of_first(self, first: frozenset[int]) -> Bitmask:
+        """The bitmask row of the tokens whose first byte is one of `first`, made once; not to be changed."""
+        if first not in self._rows_of_first:
+            ids = (token_id for token_id, text in self.token_bytes.items() if text[0] in first)
+            self._rows_of_first[first] = row_of(ids, self.vocab_size)
+        return self._rows_of_first[first]
 
 
 def row_of(token_ids: Iterable[int], vocab_size: int) -> Bitmask:

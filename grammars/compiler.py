@@ -20,9 +20,11 @@ import msgspec
 from sgl.errors import ConstraintTooComplex, InvalidConstraint, InvalidParameter, UnsupportedSchema
 from sgl.grammars import ebnf, lark, structural_tag
 from sgl.grammars.choices import ChoicesGrammar, Vocabulary
+from sgl.grammars.closing import Closer
 from sgl.grammars.keywords import check_schema, unenforced
 from sgl.grammars.matcher import CompiledGrammar
 from sgl.grammars.numbers import BoundedNumbers
+from sgl.grammars.reasoning import Reasoning, ReasoningGrammar, ReasoningTables
 from sgl.grammars.regex import translate
 from sgl.grammars.spec import Choices, Constraint, Ebnf, JsonSchema, Lark, Regex, StructuralTag
 from sgl.grammars.validation import CheckedGrammar, Validator, loosened
@@ -43,6 +45,8 @@ class Backend(Protocol):
 
 BackendFactory: TypeAlias = Callable[[str, int, Sequence[int], Limits], Backend]
 WHITESPACE = ("compact", "bounded")
+_MAX_REASONING = 16
+"""Pairs of markers whose tables are kept; a model has one."""
 _MAX_LOOSENED = 16
 """Keywords of one schema that compiling may turn out not to enforce."""
 
@@ -177,7 +181,9 @@ class GrammarCompiler:
         self._backends: dict[str, Backend] = {}
         self._backend_lock = threading.Lock()
         self._validator = Validator(limits)
+        self._closer: Closer | None = None
         self._cache: OrderedDict[tuple[str, Constraint], CompiledGrammar] = OrderedDict()
+        self._reasoning: OrderedDict[tuple[str, str, tuple[str, ...]], ReasoningTables] = OrderedDict()
         self._cache_lock = threading.Lock()
 
     def compile(self, constraint: Constraint, backend: str | None = None) -> CompiledGrammar:
@@ -209,6 +215,28 @@ class GrammarCompiler:
                 self._cache.popitem(last=False)
         return grammar
 
+    def after_reasoning(self, section: Reasoning, inner: CompiledGrammar | None) -> ReasoningGrammar:
+        """A compiled grammar that begins behind reasoning; without one, the reasoning alone is held to its budget."""
+        vocabulary = self._backend(self._default).vocabulary
+        key = (section.begin, section.end, section.excludes)
+        with self._cache_lock:
+            tables = self._reasoning.get(key)
+        if tables is None:
+            tables = ReasoningTables(section, vocabulary)
+            with self._cache_lock:
+                self._reasoning[key] = tables
+                while len(self._reasoning) > _MAX_REASONING:
+                    self._reasoning.popitem(last=False)
+        return ReasoningGrammar(section, tables, inner)
+
+    @property
+    def closer(self) -> Closer:
+        """Looks for completions of this tokenizer's texts; there once something was compiled."""
+        with self._backend_lock:
+            if self._closer is None:
+                self._closer = Closer(next(iter(self._backends.values())).vocabulary)
+            return self._closer
+
     def close(self) -> None:
         """End what the backends have started; the cache stays."""
         with self._backend_lock:
@@ -219,13 +247,16 @@ class GrammarCompiler:
     def __len__(self) -> int:
         return len(self._cache)
 
-    def _compile(self, constraint: Constraint, name: str) -> CompiledGrammar:
+    def _backend(self, name: str) -> Backend:
         with self._backend_lock:
             if name not in self._backends:
                 self._backends[name] = BACKENDS[name](
                     self._tokenizer_json, self._vocab_size, self._eos_ids, self._limits
                 )
-            backend = self._backends[name]
+            return self._backends[name]
+
+    def _compile(self, constraint: Constraint, name: str) -> CompiledGrammar:
+        backend = self._backend(name)
         if isinstance(constraint, Choices):
             return ChoicesGrammar(constraint.options, backend.vocabulary)
         if not isinstance(constraint, JsonSchema):

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from sgl.grammars.choices import Vocabulary, row_of, write_row
+from sgl.grammars.choices import Vocabulary, write_row
 from sgl.grammars.matcher import Bitmask, CompiledGrammar, Matcher, StopReason, num_acceptable
 
 _DIGITS = frozenset(b"0123456789")
@@ -56,9 +56,7 @@ class BoundedNumbers:
         self.inner = inner
         self.vocabulary = vocabulary
         self.max_len = max_len
-        self.going_on = row_of(
-            (token_id for token_id, text in vocabulary.token_bytes.items() if text[0] in _NUMBER), vocabulary.vocab_size
-        )
+        self.going_on = vocabulary.row_of_first(_NUMBER)
 
     def matcher(self) -> BoundedMatcher:
         """A new matcher at the start."""

@@ -4,7 +4,8 @@ Owns the output ids, the incremental text, the constraint's state and the reason
 (the scheduler appends what `push` returns) nor the draw (the sampler does). A program run makes one for each `Gen`.
 
 Where the constraint leaves one continuation, `force` takes its tokens without a draw; they go the same way as drawn
-ones, so stops, limits and text see no difference.
+ones, so stops, limits and text see no difference. A drawn token after which `max_new_tokens` could not complete the
+text any more is replaced by the next one of a completion that fits (`sgl.grammars.closing`).
 
 The end, in the order in which it is looked for: an end-of-sequence or stop token id, a stop string or pattern, a
 constraint that nothing can follow, `max_new_tokens`. What ended the output is not part of it unless `no_stop_trim`; an
@@ -18,6 +19,7 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from sgl.errors import ConstraintDeadEnd, ConstraintTooComplex
+from sgl.grammars.closing import Steering
 from sgl.grammars.matcher import Matcher, StopReason
 from sgl.lang.graph import Sampling, TokenLogprob
 from sgl.limits import DEFAULT_LIMITS, Limits
@@ -43,7 +45,7 @@ class Generation:
         eos_ids: the model's end-of-sequence ids.
         seed: resolved seed.
         max_new_tokens: `sampling.max_new_tokens`, or less where the context ends first.
-        matcher: the constraint, at its start.
+        matcher: the constraint, at its start; `steering`: what keeps its text within the budget.
         forces: take tokens without a draw where the constraint leaves no other.
         limits: bounds the time of stop patterns.
 
@@ -61,6 +63,7 @@ class Generation:
         seed: int,
         max_new_tokens: int,
         matcher: Matcher | None = None,
+        steering: Steering | None = None,
         forces: bool = True,
         limits: Limits = DEFAULT_LIMITS,
     ) -> None:
@@ -86,6 +89,8 @@ class Generation:
         self._new_text: list[str] = []
         self._num_taken = 0
         self._forces = forces and matcher is not None
+        self._steering = steering
+        self._unscored: list[int] = []  # places in the output of tokens that were taken instead of drawn ones
         self._tokenizer = tokenizer
         self._eos_ids = eos_ids
         self._before_eos: str | None = None  # the text, when an end-of-sequence token is kept after it
@@ -113,25 +118,33 @@ class Generation:
 
     def force(self) -> ForcedRun:
         """Take every token that the constraint leaves no choice about, up to the end of the output if one is met."""
-        if not self._forces or self.finished:
-            return NOTHING_FORCED
         first = len(self.output_ids)
         kept = [self._take(TokenLogprob(token_id, None)) for token_id in self._forced()]
+        unscored = sorted({*self._unscored, *range(first, len(self.output_ids))})
+        self._unscored.clear()
+        if not kept and not unscored:
+            return NOTHING_FORCED
         given = self.sampling.token_ids_logprob
-        scores = {i: (self.output_ids[i], *given) for i in range(first, len(self.output_ids))}
         return ForcedRun(
             num_tokens=len(kept),
             token_ids=[token_id for token_id in kept if token_id is not None],
-            scores=scores if self.sampling.return_logprob and self.failed is None else {},
+            scores={i: (self.output_ids[i], *given) for i in unscored}
+            if self.sampling.return_logprob and self.failed is None
+            else {},
         )
 
     def _forced(self) -> Iterator[int]:
         """Forced tokens, while whoever asks takes them one by one."""
-        while self.matcher is not None and (forced := self.matcher.forced_tokens()):
+        while self._forces and not self.finished and self.matcher is not None:
+            forced = self.matcher.forced_tokens()
+            if not forced:
+                return
             for token_id in forced:
                 if self.finished:
                     return
                 yield token_id
+                if self.output_ids[-1:] != [token_id]:
+                    break  # another was taken instead
 
     def push(self, row: RowResult) -> int | None:
         """Take the drawn token; the id to append to the sequence, or `None` when it ended the output."""
@@ -148,6 +161,24 @@ class Generation:
             self.failed = (ConstraintDeadEnd.code, f"the constraint refused token {token_id}, which its mask allowed")
             self._end("stop", None)
             return None
+        if self._steering is not None:
+            left = self.max_new_tokens - len(self.output_ids) - 1
+            if not self._steering.keeps(token_id, left):
+                return self._take_instead(self._steering)
+        return self._take_accepted(entry)
+
+    def _take_instead(self, steering: Steering) -> int | None:
+        """Go on with the token that leads to the end of the text; end the output where the text is complete."""
+        token_id = steering.instead
+        if token_id is None:
+            self._end("length", None)
+            return None
+        self._unscored.append(len(self.output_ids))
+        return self._take(TokenLogprob(token_id, None))
+
+    def _take_accepted(self, entry: TokenLogprob) -> int:
+        """Go on with a token that the constraint has accepted."""
+        token_id = entry.token_id
         self._append(entry)
         if self.failed is not None:
             return token_id

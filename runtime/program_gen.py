@@ -10,10 +10,11 @@ from collections.abc import Callable
 from functools import partial
 
 from sgl.errors import EmptyPrompt
-from sgl.grammars.closing import Steering
+from sgl.grammars.closing import Closer, Steering
 from sgl.grammars.formats import message_parser, reasoning_format
-from sgl.grammars.matcher import CompiledGrammar
+from sgl.grammars.matcher import CompiledGrammar, Matcher
 from sgl.grammars.partial_json import open_pointer
+from sgl.grammars.reasoning import ReasoningGrammar
 from sgl.grammars.spec import JsonSchema
 from sgl.grammars.validation import CheckedGrammar
 from sgl.lang.graph import DeltaEvent, Gen, ProgramOptions, Usage, ValueEvent
@@ -62,8 +63,7 @@ class Drawing:
         matcher = grammar.matcher() if grammar is not None else None
         steering = None
         if grammar is not None and matcher is not None:
-            closer = services.compiler.closer
-            steering = Steering(closer, matcher, closer.start(grammar), new_tokens)
+            steering = _steering(services.compiler.closer, grammar, matcher, new_tokens)
         self._generation = Generation(
             sampling,
             services.tokenizer,
@@ -151,12 +151,14 @@ class Drawing:
     def value_check(self, event: ValueEvent) -> Callable[[], tuple[()]] | None:
         """What checks the finished value, off the step loop, where its schema is not enforced in full. A value that
         broke off is no JSON, which `truncated_at` says; the check raises `SchemaViolation`."""
-        grammar, matcher = self._grammar, self._generation.matcher
+        grammar, matcher, value = self._grammar, self._generation.matcher, event.value
+        if isinstance(grammar, ReasoningGrammar):
+            grammar, value = grammar.inner, grammar.answer(value)
         if not isinstance(grammar, CheckedGrammar) or matcher is None or not matcher.is_complete():
             return None
 
         def check() -> tuple[()]:
-            grammar.check(event.value)
+            grammar.check(value)
             return ()
 
         return check
@@ -183,7 +185,18 @@ class Drawing:
         matcher = self._generation.matcher
         if self._generation.finish != "length" or matcher is None or not isinstance(self.node.constraint, JsonSchema):
             return None
+        if isinstance(self._grammar, ReasoningGrammar):
+            value = self._grammar.answer(value)
         return None if matcher.is_complete() else open_pointer(value)
 
     def release(self) -> None:
         """Nothing: its sequence is the branch's."""
+
+
+def _steering(closer: Closer, grammar: CompiledGrammar, matcher: Matcher, budget: int) -> Steering | None:
+    """What keeps a constrained text within its budget; a reasoning without a constraint behind it needs none."""
+    if not isinstance(grammar, ReasoningGrammar):
+        return Steering(closer, matcher, closer.start(grammar), budget)
+    if grammar.inner is None:
+        return None
+    return Steering(closer, matcher, grammar.completion(closer.start(grammar.inner)), budget)

@@ -6,6 +6,7 @@ import json
 import random
 from typing import Any
 
+import jsonschema_rs
 import pytest
 from support.scripted import Rig
 
@@ -93,19 +94,34 @@ def generate(constraint: Constraint, n: int) -> ValueEvent:
     return event
 
 
-def test_a_budget_that_ends_early_says_where() -> None:
+SHORTEST = len('{"names":[""],"n":10}')
+
+
+def test_a_budget_that_no_value_fits_says_where_it_ended() -> None:
     constraint = JsonSchema(json.dumps(SCHEMA), whitespace="compact")
     whole = generate(constraint, 100)
     assert (whole.finish, whole.truncated_at) == ("stop", None)
     seen = set()
-    for n in range(1, len(whole.token_ids), 3):
+    for n in range(1, SHORTEST, 3):
         event = generate(constraint, n)
         assert (event.finish, event.value) == ("length", whole.value[:n])
         assert event.truncated_at == open_pointer(event.value)
         assert meta_info(event)["finish_reason"] == {"type": "length", "length": n, "truncated_at": event.truncated_at}
         seen.add(event.truncated_at)
-    assert {"", "/names", "/n"} & seen
-    assert any(pointer.startswith("/names/") for pointer in seen)
+    assert {"", "/names/0"} <= seen
+
+
+def test_a_budget_that_a_value_fits_ends_in_one() -> None:
+    constraint = JsonSchema(json.dumps(SCHEMA), whitespace="compact")
+    whole = generate(constraint, 100)
+    assert len(whole.token_ids) > SHORTEST + 2
+    for n in range(SHORTEST, len(whole.token_ids)):
+        event = generate(constraint, n)
+        assert (event.finish, event.truncated_at) == ("stop", None)
+        assert n - 2 <= len(event.token_ids) <= n
+        assert jsonschema_rs.is_valid(SCHEMA, json.loads(event.value))
+        num_same = next((i for i, (a, b) in enumerate(zip(event.value, whole.value, strict=False)) if a != b), n)
+        assert num_same >= n - SHORTEST, "the model is let go on as long as possible"
 
 
 def test_a_value_that_is_valid_as_it_is_and_other_constraints_have_no_such_place() -> None:

@@ -1,0 +1,265 @@
+"""How a text that is not complete yet can be completed in few tokens, and the care that a token budget takes of it.
+
+Owns `Closer`, which looks for short completions of a matcher's text, and `Steering`, which keeps one generation from
+drawing tokens after which its value could no longer be completed within its budget. Called by the runtime; works on the
+matcher protocol alone, so it serves every kind of constraint and every backend.
+
+A completion that was found is a fact (its tokens were accepted, and taken back); one that was not found may exist. The
+search is bounded by the number of positions that it looks at. Matchers are left as they were.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+import weakref
+from collections.abc import Iterator, Sequence
+from itertools import count
+from typing import NamedTuple
+
+import numpy as np
+
+from sgl.grammars.choices import Vocabulary
+from sgl.grammars.matcher import Bitmask, CompiledGrammar, Matcher, StopReason, allocate_bitmask, bitmask_to_bool
+
+MAX_START_LEN = 4096
+"""Tokens of the longest completion that is looked for at the start of a grammar."""
+_MAX_WORDS = 32
+"""Long words of the vocabulary that are tried where a text must get longer before it may end."""
+_MAX_LOOKS = 96
+"""Positions that one search looks at, besides those of the greedy walk."""
+_PROBES = ("k", "Z")
+"""Letters that JSON allows inside strings only."""
+_IN_TEXT = ('"]}', '"}]', '"}}', '"}', '"]', '":', '"', "0", "1")
+_OUTSIDE = ("]}", "}]", "}}", "]]", "}", "]", '""', "[]", "{}", '"', "0", "1", ":", ",")
+"""What closes JSON soonest, or begins the shortest values, where text is free and where it is not; tried in this order,
+as far as a token."""
+_MAX_WORDS = 32
+"""Long words of the vocabulary that are tried where a text must get longer before it may end."""
+_MAX_LOOKS = 96
+"""Positions that one search looks at, besides those of the greedy walk."""
+_FIRST = ('"]}', '"}]', '"}}', '"}', '"]', "]}", "}]", "}}", "]]", '""', "[]", "{}", '"', "}", "]", "0", "1", ":", ",")
+"""What closes JSON soonest, or begins the shortest values; tried in this order, as far as a token."""
+_MAX_CHOSEN = 512
+_MAX_DRAWN = 64
+"""Tokens of a greedy walk that are not forced, and those that nothing but the mask names: it may go in circles."""
+_CLOSE = 32
+"""Tokens to spare from which on each token is looked at."""
+_LATER = 1.5
+"""What another token of the same kind costs in a search."""
+_AGAIN = 0.5
+"""What another position that looks like one before costs."""
+
+
+class Closer:
+    """Looks for completions with one tokenizer's tokens. May be shared by threads.
+
+    Args:
+        vocabulary: bytes of the tokens.
+    """
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._vocabulary = vocabulary
+        self._probes, self._in_text, self._outside = (
+            [ids[0] for text in texts if (ids := vocabulary.ids.get(text.encode()))]
+            for texts in (_PROBES, _IN_TEXT, _OUTSIDE)
+        )
+        single = [(text, ids[0]) for text, ids in sorted(vocabulary.ids.items()) if len(text) == 1]
+        self._kinds = [(token_id, _kind(text[0])) for text, token_id in single]
+        words = (text for text in vocabulary.ids if len(text) > 1 and text.isalnum() and text.isascii())
+        self._words = [vocabulary.ids[text][0] for text in sorted(words, key=len, reverse=True)[:_MAX_WORDS]]
+        self._starts: weakref.WeakKeyDictionary[CompiledGrammar, tuple[int, ...] | None] = weakref.WeakKeyDictionary()
+
+    def start(self, grammar: CompiledGrammar) -> tuple[int, ...] | None:
+        """The shortest completion that is found at the start of a grammar, which is looked for once; `None` without."""
+        if grammar not in self._starts:
+            found = self.find(grammar.matcher(), MAX_START_LEN)
+            self._starts[grammar] = None if found is None else tuple(found)
+        return self._starts[grammar]
+
+    def find(self, matcher: Matcher, most: int, like: Sequence[int] = (), *, search: bool = True) -> list[int] | None:
+        """At most `most` tokens after which the text is complete; `None` when none are found.
+
+        Args:
+            like: a completion of another position, which is tried first.
+            search: look further than one greedy walk goes, which takes milliseconds.
+        """
+        if matcher.is_complete():
+            return []
+        if 0 < len(like) <= most and _completes(matcher, like):
+            return list(like)
+        found = self._greedy(matcher, most)
+        return self._search(matcher, most) if found is None and search else found
+
+    def _greedy(self, matcher: Matcher, most: int) -> list[int] | None:
+        """One walk that always takes what closes soonest."""
+        path: list[int] = []
+        chosen = drawn = 0
+        try:
+            while len(path) < most and not matcher.is_complete():
+                forced = matcher.forced_tokens()[:1]
+                first = forced or (self._in_text if self._is_in_text(matcher) else self._outside)
+                token_id = next((i for i in first if matcher.accept(i)), None)
+                if token_id is None:
+                    token_id = next((i for i, _ in self._candidates(self._row(matcher)) if matcher.accept(i)), None)
+                    drawn += 1
+                chosen += not forced
+                if token_id is None or drawn > _MAX_DRAWN or chosen > _MAX_CHOSEN:
+                    return None
+                path.append(token_id)
+            return path if matcher.is_complete() else None
+        finally:
+            matcher.rollback(len(path))
+
+    def _search(self, matcher: Matcher, most: int) -> list[int] | None:
+        """Positions in the order of what they cost: tokens so far, and how much they are like others."""
+        seen: dict[bytes, int] = {}
+        at_depth: set[tuple[bytes, int]] = set()
+        order = count()
+        heap = [_Look(0.0, next(order), matcher, -1, ())]
+        for _ in range(_MAX_LOOKS):
+            if not heap:
+                return None
+            look = heapq.heappop(heap)
+            here = look.matcher.clone()
+            path = look.path
+            if look.token_id >= 0:
+                if not here.accept(look.token_id):
+                    continue
+                path = (*path, look.token_id)
+            if here.is_complete():
+                return list(path)
+            if len(path) == most or here.stop_reason() is not StopReason.NOT_STOPPED:
+                continue
+            row = self._row(here)
+            mark = hashlib.blake2b(row.tobytes(), digest_size=8).digest()
+            if (mark, len(path)) in at_depth:
+                continue
+            at_depth.add((mark, len(path)))
+            cost = len(path) + 1 + _AGAIN * seen.get(mark, 0)
+            seen[mark] = seen.get(mark, 0) + 1
+            forced = here.forced_tokens()
+            for token_id, extra in [(forced[0], 0.0)] if forced else self._candidates(row):
+                heapq.heappush(heap, _Look(cost + extra, next(order), here, token_id, path))
+        return None
+
+    def _candidates(self, row: Bitmask) -> Iterator[tuple[int, float]]:
+        """Tokens worth a look, with what they cost: those that close, the longest word, single bytes by kind."""
+        is_in_text = any(_allows(row, token_id) for token_id in self._probes)
+        for token_id in self._in_text if is_in_text else self._outside:
+            if _allows(row, token_id):
+                yield token_id, 0.0
+        for token_id in self._words:
+            if _allows(row, token_id):
+                yield token_id, 0.0
+                break
+        kinds: set[str] = set()
+        for token_id, kind in self._kinds:
+            if _allows(row, token_id):
+                yield token_id, _LATER if kind in kinds else 0.0
+                kinds.add(kind)
+        if not kinds:  # a vocabulary without bytes, or special tokens that a grammar names
+            allowed = np.flatnonzero(bitmask_to_bool(row[None], self._vocabulary.vocab_size)[0])
+            for token_id in allowed[:_MAX_LOOKS].tolist():
+                if token_id not in self._vocabulary.eos_ids:
+                    yield token_id, 0.0
+
+    def _is_in_text(self, matcher: Matcher) -> bool:
+        return any(matcher.validate_tokens([token_id]) for token_id in self._probes)
+
+    def _row(self, matcher: Matcher) -> Bitmask:
+        bitmask = allocate_bitmask(1, self._vocabulary.vocab_size)
+        matcher.fill(bitmask, 0)
+        row: Bitmask = bitmask[0]
+        return row
+
+
+class _Look(NamedTuple):
+    """A position to look at: after `token_id`, from `matcher` (which stands after `path`)."""
+
+    cost: float
+    order: int
+    matcher: Matcher
+    token_id: int
+    path: tuple[int, ...]
+
+
+class Steering:
+    """Keeps a completion of one generation within reach of its budget.
+
+    It looks at the start, and again when a part of the tokens to spare is used up, so that long generations cost a few
+    looks and the last tokens one each. A token that makes the completion much longer between two looks (it begins an
+    object with many required properties) may be missed; from the first look at each token on none is.
+
+    Args:
+        closer: looks for completions.
+        matcher: of the generation, which calls `keeps` after each token that it accepted.
+        start: a completion of the empty text, if one is known.
+        budget: tokens that the generation may have.
+    """
+
+    def __init__(self, closer: Closer, matcher: Matcher, start: Sequence[int] | None, budget: int) -> None:
+        self._closer = closer
+        self._matcher = matcher
+        self._path: list[int] | None = None  # a completion of the text as it is now
+        self._last: list[int] = []  # the last one that was known
+        self._look_at = 0
+        if start is not None and len(start) > budget:
+            start = closer.find(matcher, budget)
+        self._found(list(start) if start is not None else None, budget)
+
+    def keeps(self, token_id: int, left: int) -> bool:
+        """Whether `token_id`, which was just added to the text, may stay, with `left` more tokens to come.
+
+        False where the text could be completed before it and, for all that is known, not after it: the token is taken
+        back, and `instead` says how to go on.
+        """
+        before, self._path = self._path, None
+        if before and before[0] == token_id:
+            self._path = before[1:]
+            return True
+        if left > self._look_at:
+            return True
+        found = self._closer.find(self._matcher, left, before or self._last, search=before is None)
+        if found is None and before is not None:
+            self._matcher.rollback(1)
+            self._path = before
+            return False
+        self._found(found, left)
+        return True
+
+    @property
+    def instead(self) -> int | None:
+        """The token that goes on towards the end; `None` where the text is complete."""
+        return self._path[0] if self._path else None
+
+    def _found(self, path: list[int] | None, left: int) -> None:
+        self._path = path
+        if path is None:
+            self._look_at = left - max(1, left // 4)
+        else:
+            self._last = path
+            self._look_at = left - max(1, (left - len(path) - _CLOSE) // 8)
+
+
+def _allows(row: Bitmask, token_id: int) -> bool:
+    return bool(row[token_id // 32] >> (token_id % 32) & 1)
+
+
+def _completes(matcher: Matcher, token_ids: Sequence[int]) -> bool:
+    taken = 0
+    try:
+        for token_id in token_ids:
+            if not matcher.accept(token_id):
+                return False
+            taken += 1
+        return matcher.is_complete()
+    finally:
+        matcher.rollback(taken)
+
+
+def _kind(byte: int) -> str:
+    char = chr(byte)
+    if not char.isascii():
+        return "other"
+    return "digit" if char.isdigit() else "lower" if char.islower() else "upper" if char.isupper() else char
