@@ -45,7 +45,7 @@ _MAX_DRAWN = 64
 """Tokens of a greedy walk that are not forced, and those that nothing but the mask names: it may go in circles."""
 _CLOSE = 32
 """Tokens to spare from which on each token is looked at."""
-_LATER = 1.5
+_LATER = 4.0
 """What another token of the same kind costs in a search."""
 _AGAIN = 0.5
 """What another position that looks like one before costs."""
