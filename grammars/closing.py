@@ -228,6 +228,10 @@ class Steering:
         self._found(found, left)
         return True
 
+    def restart(self, left: int) -> None:
+        """The text went on, or the budget became smaller, in another way than `keeps` was told of."""
+        self._found(self._closer.find(self._matcher, left, self._path or self._last), left)
+
     @property
     def instead(self) -> int | None:
         """The token that goes on towards the end; `None` where the text is complete."""

@@ -30,12 +30,16 @@ class StopReason(Enum):
     LIMIT = "limit"  # a limit of the backend was hit
 
 
-@runtime_checkable
-class Matcher(Protocol):
-    """The state of one constraint along one sequence."""
+class MaskSource(Protocol):
+    """What says which tokens may come next."""
 
     def fill(self, bitmask: Bitmask, row: int) -> None:
         """Write the allowed next tokens into `bitmask[row]`. End-of-sequence ids are allowed when `is_complete`."""
+
+
+@runtime_checkable
+class Matcher(MaskSource, Protocol):
+    """The state of one constraint along one sequence."""
 
     def accept(self, token_id: int) -> bool:
         """Advance by one token. False, and no change, when the token is not allowed."""
@@ -67,13 +71,13 @@ class CompiledGrammar(Protocol):
         """A new matcher at the start."""
 
 
-def prepare(matchers: Sequence[Matcher], num_threads: int) -> None:
+def prepare(matchers: Sequence[MaskSource], num_threads: int) -> None:
     """Have engines that can compute many rows at once do that, in up to `num_threads` threads; `fill` then copies them.
 
     Nothing changes that a matcher shows. A matcher's class takes part by a static method `prepare` of this signature; a
     matcher around another one, which its attribute `inner` names, leaves it to that one.
     """
-    groups: dict[Any, list[Matcher]] = {}
+    groups: dict[Any, list[MaskSource]] = {}
     for matcher in map(_innermost, matchers):
         if hasattr(type(matcher), "prepare"):
             groups.setdefault(type(matcher), []).append(matcher)
@@ -81,17 +85,25 @@ def prepare(matchers: Sequence[Matcher], num_threads: int) -> None:
         kind.prepare(members, num_threads)
 
 
-def is_prepared_with_others(matcher: Matcher) -> bool:
+def is_prepared_with_others(matcher: MaskSource) -> bool:
     """Whether `prepare` does anything for a matcher."""
     return hasattr(type(_innermost(matcher)), "prepare")
 
 
-def _innermost(matcher: Matcher) -> Matcher:
-    inner: Matcher | None = getattr(matcher, "inner", None)
+def _innermost(matcher: MaskSource) -> MaskSource:
+    inner: MaskSource | None = getattr(matcher, "inner", None)
     return matcher if inner is None else _innermost(inner)
 
 
-def num_acceptable(matcher: Matcher, token_ids: Sequence[int]) -> int:
+class _Stepping(Protocol):
+    """The part of a matcher that `num_acceptable` needs."""
+
+    def accept(self, token_id: int) -> bool: ...
+
+    def rollback(self, num_tokens: int) -> None: ...
+
+
+def num_acceptable(matcher: _Stepping, token_ids: Sequence[int]) -> int:
     """`Matcher.validate_tokens` by trying: what was accepted is taken back, also when `accept` raises."""
     taken = 0
     try:

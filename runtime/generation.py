@@ -23,13 +23,17 @@ from sgl.grammars.closing import Steering
 from sgl.grammars.matcher import Matcher, StopReason
 from sgl.lang.graph import Sampling, TokenLogprob
 from sgl.limits import DEFAULT_LIMITS, Limits
+from sgl.runtime.healing import Seam
 from sgl.runtime.plan import RowResult, SampleSpec
 from sgl.runtime.sequence import NOTHING_FORCED, ForcedRun
 from sgl.runtime.text.detokenize import StreamDecoder, TokenBytes
 
 
 class Kept(NamedTuple):
-    """What of an output stays in the state: leading tokens, their text, and text to be encoded anew after them."""
+    """What of an output stays in the state: leading tokens, their text, and text to be encoded anew after them.
+
+    The text before a healed seam is the output's.
+    """
 
     num_tokens: int
     text: str
@@ -46,6 +50,7 @@ class Generation:
         seed: resolved seed.
         max_new_tokens: `sampling.max_new_tokens`, or less where the context ends first.
         matcher: the constraint, at its start; `steering`: what keeps its text within the budget.
+        seam: where the output meets the text before it, if its first token is to be drawn over that.
         forces: take tokens without a draw where the constraint leaves no other.
         limits: bounds the time of stop patterns.
 
@@ -64,6 +69,7 @@ class Generation:
         max_new_tokens: int,
         matcher: Matcher | None = None,
         steering: Steering | None = None,
+        seam: Seam | None = None,
         forces: bool = True,
         limits: Limits = DEFAULT_LIMITS,
     ) -> None:
@@ -79,6 +85,7 @@ class Generation:
             min_tokens=sampling.min_new_tokens,
             skip_special_tokens=sampling.skip_special_tokens,
             limits=limits,
+            skip_bytes=len(seam.text.encode()) if seam is not None else 0,
         )
         self.output_ids: list[int] = []
         self.logprobs: list[TokenLogprob] = []
@@ -90,6 +97,8 @@ class Generation:
         self._num_taken = 0
         self._forces = forces and matcher is not None
         self._steering = steering
+        self._seam = seam  # until the first token is there
+        self._seam_text = seam.text if seam is not None else ""
         self._unscored: list[int] = []  # places in the output of tokens that were taken instead of drawn ones
         self._tokenizer = tokenizer
         self._eos_ids = eos_ids
@@ -112,7 +121,7 @@ class Generation:
             position=len(self.output_ids),
             output_ids=self.output_ids,
             blocked_ids=self._blocked if early else (),
-            matcher=self.matcher,
+            matcher=self.matcher if self._seam is None else self._seam,
             processor_params=self._params,
         )
 
@@ -135,7 +144,7 @@ class Generation:
 
     def _forced(self) -> Iterator[int]:
         """Forced tokens, while whoever asks takes them one by one."""
-        while self._forces and not self.finished and self.matcher is not None:
+        while self._forces and self._seam is None and not self.finished and self.matcher is not None:
             forced = self.matcher.forced_tokens()
             if not forced:
                 return
@@ -157,6 +166,8 @@ class Generation:
         token_id = entry.token_id
         if token_id in self._ends:
             return self._take_end(entry)
+        if self._seam is not None:
+            return self._take_over(self._seam, entry)
         if self.matcher is not None and not self.matcher.accept(token_id):
             self.failed = (ConstraintDeadEnd.code, f"the constraint refused token {token_id}, which its mask allowed")
             self._end("stop", None)
@@ -165,6 +176,17 @@ class Generation:
             left = self.max_new_tokens - len(self.output_ids) - 1
             if not self._steering.keeps(token_id, left):
                 return self._take_instead(self._steering)
+        return self._take_accepted(entry)
+
+    def _take_over(self, seam: Seam, entry: TokenLogprob) -> int | None:
+        """Go on with the token over the seam."""
+        self._seam = None
+        if not seam.accepts(entry.token_id, self.matcher):
+            self.failed = (ConstraintDeadEnd.code, f"token {entry.token_id} does not begin with {seam.text!r}")
+            self._end("stop", None)
+            return None
+        if self._steering is not None:
+            self._steering.restart(self.max_new_tokens - 1)
         return self._take_accepted(entry)
 
     def _take_instead(self, steering: Steering) -> int | None:
@@ -235,11 +257,13 @@ class Generation:
         """What of the output stays in the state."""
         text = self.decoder.text
         if self._before_eos is not None:
-            return Kept(len(self.output_ids) - 1, self._before_eos, "")
+            return Kept(len(self.output_ids) - 1, self._seam_text + self._before_eos, "")
         if self.decoder.finished_by is None:
-            return Kept(len(self.output_ids), text, "")
+            return Kept(len(self.output_ids), self._seam_text + text, "")
         num_tokens, rest = self.decoder.tokens_for_text(len(text))
-        return Kept(num_tokens, text[: len(text) - len(rest)], rest)
+        if num_tokens == 0:
+            return Kept(0, "", self._seam_text + rest)
+        return Kept(num_tokens, self._seam_text + text[: len(text) - len(rest)], rest)
 
     def _end(self, finish: str, matched: str | int | None) -> None:
         self.finish = finish

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from sgl.grammars.matcher import Bitmask, Matcher, bitmask_words, is_prepared_with_others, prepare
+from sgl.grammars.matcher import Bitmask, MaskSource, bitmask_words, is_prepared_with_others, prepare
 from sgl.runtime.failures import internal_error
 from sgl.runtime.plan import Chunk
 
@@ -43,7 +43,7 @@ class MaskJob:
     """
 
     def __init__(
-        self, matchers: Sequence[Matcher], vocab_size: int, pool: ThreadPoolExecutor | None, num_threads: int = 1
+        self, matchers: Sequence[MaskSource], vocab_size: int, pool: ThreadPoolExecutor | None, num_threads: int = 1
     ) -> None:
         self._matchers = matchers
         self._num_threads = num_threads

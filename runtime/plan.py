@@ -17,7 +17,7 @@ import numpy.typing as npt
 from sgl.lang.graph import Sampling
 
 if TYPE_CHECKING:
-    from sgl.grammars.matcher import Matcher
+    from sgl.grammars.matcher import MaskSource
     from sgl.runtime.masks import MaskJob
 
 
@@ -39,7 +39,7 @@ class SampleSpec(msgspec.Struct, frozen=True, kw_only=True):
     position: int
     output_ids: list[int]
     blocked_ids: tuple[int, ...] = ()
-    matcher: Matcher | None = None
+    matcher: MaskSource | None = None
     processor_params: Any = None
 
 

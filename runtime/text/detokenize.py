@@ -46,6 +46,7 @@ class StreamDecoder:
         keep_stop: the matched stop belongs to the text (it is trimmed otherwise).
         min_tokens: stops are not looked for in the text of the tokens before so many exist.
         limits: bounds the time of patterns.
+        skip_bytes: that the first tokens have before the text begins.
 
     Attributes:
         finished_by: the text of the stop that ended it, or `None`. Tokens pushed afterwards are ignored.
@@ -61,7 +62,9 @@ class StreamDecoder:
         min_tokens: int = 0,
         skip_special_tokens: bool = True,
         limits: Limits = DEFAULT_LIMITS,
+        skip_bytes: int = 0,
     ) -> None:
+        self._skip_bytes = skip_bytes
         self.finished_by: str | None = None
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
@@ -93,7 +96,9 @@ class StreamDecoder:
         if self._done:
             return ""
         self._num_tokens += 1
-        new = self._utf8.decode(self._bytes(token_id))
+        data = self._bytes(token_id)
+        new = self._utf8.decode(data[self._skip_bytes :])
+        self._skip_bytes -= min(len(data), self._skip_bytes)
         seen = len(self._text)
         self._text += new
         if not self._utf8.getstate()[0]:

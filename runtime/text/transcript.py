@@ -194,6 +194,26 @@ class Transcript:
         self._pending = list(last.segments)
         return last.num_tokens - (last.before.num_tokens if last.before is not None else 0)
 
+    def take_back(self, text: str) -> bool:
+        """Take the last token, whose text is `text`, out of the state; `add_generated` brings the text back.
+
+        False, and no change, where it does not end text that somebody wrote: the template's own text stays as it is.
+        """
+        last = self._last
+        if self._pending or last is None or not last.encoded or not last.segments[-1].text.endswith(text):
+            return False
+        segment = last.segments[-1]
+        if segment.chat and not (self._content and self._content[-1].endswith(text)):
+            return False
+        kept = segment._replace(text=segment.text.removesuffix(text))
+        chat_len = last.chat_len - (len(text) if segment.chat else 0)
+        self._last = last._replace(
+            segments=(*last.segments[:-1], kept), num_tokens=last.num_tokens - 1, chat_len=chat_len
+        )
+        if segment.chat:
+            self._content = (*self._content[:-1], self._content[-1].removesuffix(text))
+        return True
+
     def add_generated(self, text: str, num_tokens: int) -> None:
         """Append the text of `num_tokens` ids that are in the state already; inside a role it is content.
 
