@@ -97,7 +97,7 @@ class Batch(Generic[R]):
         self._stopped = False
         self._used = False
         self._threads: list[threading.Thread] = []
-        self._listener: Callable[[], None] | None = None
+        self._listeners: set[Callable[[], None]] = set()
         self._opened: deque[tuple[int, Program]] | None = None  # programs whose events nobody reads yet
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -151,8 +151,8 @@ class Batch(Generic[R]):
 
     def _wake(self) -> None:
         self._changed.notify_all()
-        if self._listener is not None:
-            self._listener()
+        for listener in tuple(self._listeners):
+            listener()
 
     def _work(self) -> None:
         """A thread of the pool: rows of a `def` program, one after the other."""
@@ -201,14 +201,14 @@ class Batch(Generic[R]):
     async def _serve(self) -> None:
         """Rows of an `async def` program on a loop of their own, until all have ended or the batch is stopped."""
         wake, woken = waker()
-        consumer, self._listener = self._listener, wake
+        self._listeners.add(wake)
         try:
             while not self._stopped and self._num_done < len(self._rows):
                 woken.clear()
                 self._start_tasks()
                 await woken.wait()
         finally:
-            self._listener = consumer
+            self._listeners.discard(wake)
             for task in tuple(self._tasks):
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -275,7 +275,7 @@ class Batch(Generic[R]):
     async def __aiter__(self) -> AsyncIterator[RowResult[R]]:
         """Results as rows end; `async def` bodies run as tasks of this event loop."""
         wake, woken = waker()
-        self._listener = wake
+        self._listeners.add(wake)
         if self._function.is_async:
             self._open(_WINDOW)
         else:
@@ -312,7 +312,7 @@ class Batch(Generic[R]):
         options = self._options
         self._options = replace(options, program=msgspec.structs.replace(options.program, stream=True))
         news = threading.Event()
-        self._listener = news.set
+        self._listeners.add(news.set)
         self._opened = deque()
         readers: list[tuple[int, EventReader]] = []
         self._open_threads(None)

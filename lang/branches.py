@@ -16,7 +16,7 @@ import msgspec
 
 from sgl.errors import InvalidParameter, InvalidProgram, SglError, SourceLocation
 from sgl.lang.capture import Capture, UnknownName, user_location
-from sgl.lang.expressions import Expr, ExprList, GenExpr, MediaExpr, RoleExpr, SelectExpr
+from sgl.lang.expr import Expr, ExprList, GenExpr, MediaExpr, RoleExpr, SelectExpr
 from sgl.lang.graph import (
     MAIN_BRANCH,
     Fork,

@@ -1,163 +1,36 @@
 """`gen` and `select`: what a program asks of the model, checked at the call.
 
 Owns the functions that users call to make generations and choices; the values that they make are in `expr`, turns and
-media in `turns`. Everything wrong with an argument is raised here, at the call that has it; lists given by the caller
-are copied.
+media in `turns`. Everything wrong with an argument is raised here, at the call that has it (`arguments`); lists given
+by the caller are copied.
 """
 
 from __future__ import annotations
 
 import builtins
-import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import replace
-from typing import Any, Literal, TypedDict, TypeVar, Unpack, overload
-
-import msgspec
+from typing import Any, Literal, TypeVar, Unpack, overload
 
 from sgl.errors import InvalidParameter, Unsupported
-from sgl.grammars.spec import Constraint, JsonSchema, constraint_of
+from sgl.grammars.spec import Constraint
+from sgl.lang.arguments import (
+    SamplingArguments,
+    check_list_append,
+    check_name,
+    many,
+    refuse,
+    sampling_fields,
+    toolbox_of,
+    value_form,
+)
 from sgl.lang.choices import ChoicesSamplingMethod, method_name
-from sgl.lang.expr import Appendable as Appendable
-from sgl.lang.expr import Expr as Expr
-from sgl.lang.expr import ExprList as ExprList
-from sgl.lang.expr import GenExpr as GenExpr
-from sgl.lang.expr import MediaExpr as MediaExpr
-from sgl.lang.expr import RoleExpr as RoleExpr
-from sgl.lang.expr import SelectExpr as SelectExpr
-from sgl.lang.expr import items_of
-from sgl.lang.forms import DType, Form, dtype_form, json_form, type_form
-from sgl.lang.graph import Sampling, Select, plain, sampling_values
+from sgl.lang.expr import Expr, ExprList, GenExpr, SelectExpr, items_of
+from sgl.lang.forms import DType, Form
+from sgl.lang.graph import Select, plain
 from sgl.lang.tools import Toolbox, ToolFunction
 
 T = TypeVar("T")
-
-# --- arguments ------------------------------------------------------------------------------------------------------
-
-
-def check_name(name: object) -> str | None:
-    """A capture's name, or `None` for an unnamed one."""
-    if name is None:
-        return None
-    if not isinstance(name, str) or not name:
-        raise InvalidParameter(f"name is {name!r}; expected a non-empty string or nothing", param="name")
-    return str(name)
-
-
-def check_list_append(name: str | None, list_append: object) -> bool:
-    """Whether a capture is added to a list of its name."""
-    if not isinstance(list_append, bool):
-        raise InvalidParameter(f"list_append is {list_append!r}; expected True or False", param="list_append")
-    if list_append and name is None:
-        raise InvalidParameter("list_append needs a name", hint="name the list", param="list_append")
-    return list_append
-
-
-def many(param: str, value: Any, kind: type) -> tuple[Any, ...] | None:
-    """`value` as a tuple: one of `kind` stands for itself; a sequence is copied.
-
-    Raises:
-        InvalidParameter: neither.
-    """
-    if value is None:
-        return None
-    if isinstance(value, kind):
-        return (plain(value),)
-    if not isinstance(value, Iterable) or isinstance(value, (str, bytes, Mapping)):
-        raise InvalidParameter(f"{param} is {value!r}; expected {kind.__name__} or a list of them", param=param)
-    return tuple(plain(item) for item in value)
-
-
-def refuse(**given: Any) -> None:
-    """Raise `Unsupported` for the first argument that is set but that no backend executes yet."""
-    for param, value in given.items():
-        if value is not None and value is not False:
-            raise Unsupported(f"{param}={value!r} is not supported yet", hint=f"leave {param} out", param=param)
-
-
-def _sampling(given: dict[str, Any], names: dict[str, str]) -> tuple[tuple[str, Any], ...]:
-    """Check the values that were given; errors name the argument as the caller spelt it."""
-    given = {key: value for key, value in given.items() if value is not None}
-    # How many tokens at most is not known yet when it comes from the run.
-    base = Sampling(max_new_tokens=2**31) if "max_new_tokens" not in given else Sampling()
-    try:
-        values = sampling_values(given)
-        msgspec.structs.replace(base, **values)  # checks
-    except InvalidParameter as error:
-        param = str(error.details.get("param", ""))
-        own = names.get(param, param)
-        message = error.message.replace("max_new_tokens", "max_tokens").replace("min_new_tokens", "min_tokens")
-        raise InvalidParameter(message, hint=error.hint, param=own) from None
-    return tuple(values.items())
-
-
-def _form(given: Mapping[str, Any], dtype: DType, tp: Any) -> tuple[Constraint | None, Form | None]:
-    """The constraint and the form of the value that a call's arguments say, checked against each other."""
-    named = [name for name, value in given.items() if value is not None and name != "unsupported"]
-    if tp is not None:
-        if dtype is not None or named:
-            raise InvalidParameter(
-                f"type and {'dtype' if dtype is not None else named[0]} are both given; one must go", param="type"
-            )
-        form = type_form(tp)
-        return form.constraint, form
-    explicit = given["constraint"]
-    others = [name for name in named if name != "constraint"]
-    if explicit is not None:
-        if others:
-            raise InvalidParameter(f"constraint and {others[0]} are both given; one must go", param=others[0])
-        if not isinstance(explicit, Constraint):
-            raise InvalidParameter(
-                f"constraint is {explicit!r}; expected one of sgl.grammars.spec (Regex, JsonSchema, ...)",
-                hint="give patterns and schemas with regex=, json_schema=, ebnf=, lark=, choices=",
-                param="constraint",
-            )
-    constraint: Constraint | None = explicit if explicit is not None else constraint_of(given)
-    by_dtype = dtype_form(dtype)
-    if by_dtype is not None:
-        if constraint is not None:
-            warnings.warn("dtype wins over the other constraint; give only one of them", stacklevel=3)
-        return by_dtype.constraint, by_dtype
-    return constraint, json_form(constraint) if isinstance(constraint, JsonSchema) else None
-
-
-def _toolbox(others: Mapping[str, Any], tools: Sequence[ToolFunction], fmt: str) -> Toolbox:
-    """The tools that a generation may call; nothing else may say what its text is."""
-    for param, value in others.items():
-        if value is not None:
-            raise InvalidParameter(f"tools and {param} are both given; one must go", param=param)
-    return Toolbox(tools, fmt)
-
-
-class SamplingArguments(TypedDict, total=False):
-    """What every generation takes, by name: see `gen`."""
-
-    max_tokens: int | None
-    min_tokens: int | None
-    n: int | None
-    stop: str | Sequence[str] | None
-    stop_token_ids: Sequence[int] | None
-    stop_regex: str | Sequence[str] | None
-    temperature: float | None
-    top_p: float | None
-    top_k: int | None
-    min_p: float | None
-    frequency_penalty: float | None
-    presence_penalty: float | None
-    repetition_penalty: float | None
-    logit_bias: Mapping[int, float] | None
-    ignore_eos: bool | None
-    return_logprob: bool | None
-    logprob_start_len: int | None
-    top_logprobs_num: int | None
-    token_ids_logprob: Sequence[int] | None
-    seed: int | None
-    custom_logit_processor: str | None
-    custom_params: Any
-    token_healing: bool | None
-
-
-# --- what users call ------------------------------------------------------------------------------------------------
 
 
 @overload
@@ -350,10 +223,10 @@ def gen(
     toolbox: Toolbox | None = None
     form: Form | None
     if tools is not None:
-        toolbox = _toolbox({**constraints, "dtype": dtype, "type": type}, tools, tool_format)
+        toolbox = toolbox_of({**constraints, "dtype": dtype, "type": type}, tools, tool_format)
         constraint, form = toolbox.constraint(tool_choice, parallel_tool_calls), toolbox.form()
     else:
-        constraint, form = _form(constraints, dtype, type)
+        constraint, form = value_form(constraints, dtype, type)
     given = {
         "max_new_tokens": max_tokens,
         "min_new_tokens": min_tokens,
@@ -384,7 +257,7 @@ def gen(
         "seed": seed,
     }
     names = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}
-    sampling = _sampling(given, names)
+    sampling = sampling_fields(given, names)
     if choices is not None:
         greedy = 0.0 if temperature is None else temperature
         return select(name, choices, greedy, choices_method, seed=seed, list_append=list_append)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Generic
 from sgl.errors import InvalidProgram
 from sgl.lang.branches import JoinMode
 from sgl.lang.capture import user_location
-from sgl.lang.expressions import Appendable
+from sgl.lang.expr import Appendable
 from sgl.lang.streams import StreamEvent, event_stream
 
 if TYPE_CHECKING:

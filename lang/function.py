@@ -1,8 +1,8 @@
-"""`@function`: a Python function that writes a prompt becomes a program that can be run.
+"""`SglFunction`: a Python function that writes a prompt, as a program that can be run.
 
-Owns the decorator and running one body: here, on a thread (streams of `def` programs), or as a task (`async def`
+Owns running one body: here, on a thread (streams of `def` programs), or as a task (`async def`
 programs). Bodies run eagerly; what they append is buffered by `interpreter.Program` and submitted when a value is
-needed or the body ends. Batches of rows are in `batch`.
+needed or the body ends. Batches of rows are in `batch`, the decorator is in `decorator`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import inspect
 import threading
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Concatenate, Generic, Literal, ParamSpec, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Generic, Literal, ParamSpec, TypeVar
 
 from sgl.errors import InvalidParameter, InvalidProgram
 from sgl.lang.async_state import AsyncProgramState
@@ -24,7 +24,7 @@ from sgl.lang.batch import Batch, Row, check_batch
 from sgl.lang.inspection import Inspectable
 from sgl.lang.interpreter import Program
 from sgl.lang.options import RunOptions, current_backend
-from sgl.lang.state import ProgramState, StateBase, outer_state
+from sgl.lang.state import ProgramState, StateBase, let_go_cancels, outer_state
 
 if TYPE_CHECKING:
     import typing_extensions
@@ -237,6 +237,7 @@ class SglFunction(Inspectable, Generic[P, R]):
         options, arguments = self._split(args, {**kwargs, "stream": True})
         program = options.start()
         state = AsyncProgramState(program, outside=True)
+        let_go_cancels(state._view)
         if not self.is_async:
             self._run_on_thread(program, ProgramState(program, state._core), arguments)
             return state
@@ -467,72 +468,6 @@ def _run_coroutine(body: Coroutine[Any, Any, None], name: str) -> None:
         return
     body.close()
     raise InvalidProgram(f"{name}.run() would block the event loop that runs here", hint=f"await {name}.run_async(...)")
-
-
-if TYPE_CHECKING:
-
-    class SglMethod(Generic[P, R]):
-        """What type checkers see of `@function` on a method."""
-
-        def __get__(self, instance: Any, owner: type | None = None) -> SglFunction[P, R]: ...
-
-    class _Decorator:
-        """What `@function(...)` with options gives: for type checkers, `function` itself."""
-
-        @overload
-        def __call__(
-            self, func: Callable[Concatenate[AsyncProgramState, P], Coroutine[Any, Any, R]]
-        ) -> SglFunction[P, R]: ...
-        @overload
-        def __call__(self, func: Callable[Concatenate[ProgramState[Any], P], R]) -> SglFunction[P, R]: ...
-        @overload
-        def __call__(
-            self, func: Callable[Concatenate[Any, AsyncProgramState, P], Coroutine[Any, Any, R]]
-        ) -> SglMethod[P, R]: ...
-        @overload
-        def __call__(self, func: Callable[Concatenate[Any, ProgramState[Any], P], R]) -> SglMethod[P, R]: ...
-        def __call__(self, func: Callable[..., Any]) -> Any: ...
-
-
-@overload
-def function(
-    func: Callable[Concatenate[AsyncProgramState, P], Coroutine[Any, Any, R]], num_api_spec_tokens: int | None = None
-) -> SglFunction[P, R]: ...
-@overload
-def function(
-    func: Callable[Concatenate[ProgramState[Any], P], R], num_api_spec_tokens: int | None = None
-) -> SglFunction[P, R]: ...
-@overload
-def function(
-    func: Callable[Concatenate[Any, AsyncProgramState, P], Coroutine[Any, Any, R]],
-    num_api_spec_tokens: int | None = None,
-) -> SglMethod[P, R]: ...
-@overload
-def function(
-    func: Callable[Concatenate[Any, ProgramState[Any], P], R], num_api_spec_tokens: int | None = None
-) -> SglMethod[P, R]: ...
-@overload
-def function(func: None = None, num_api_spec_tokens: int | None = None) -> _Decorator: ...
-def function(func: Callable[..., Any] | None = None, num_api_spec_tokens: int | None = None) -> Any:
-    """Make a program of a function whose first parameter (after `self`, in a class) is the prompt state.
-
-    Of an `async def`, reads of values are awaited: `await s["x"]`. Annotate the state (`s: sgl.ProgramState`, or
-    `sgl.AsyncProgramState`) and type checkers know the program's arguments and what it returns.
-
-    Raises:
-        InvalidParameter: the function has no parameter.
-
-    Example:
-        >>> import sgl
-        >>> @sgl.function
-        ... def hello(s, name):
-        ...     s += f"Hello {name}, " + sgl.gen("rest")
-        >>> hello.run("Ada", backend=sgl.MockBackend(["nice to meet you."])).text()
-        'Hello Ada, nice to meet you.'
-    """
-    if func is None:
-        return lambda func: SglFunction(func, num_api_spec_tokens)
-    return SglFunction(func, num_api_spec_tokens)
 
 
 _RUN_PARAMETERS = inspect.signature(SglFunction.run).parameters

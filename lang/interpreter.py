@@ -1,8 +1,8 @@
 """One running program: buffers nodes, submits them as fragments, and keeps what comes back.
 
-Owns the session with the backend, the numbering of nodes and branches, and the captures. `ProgramState` appends to it;
-nothing is sent until a value is needed (`wait`, `read_text`) or the body ends (`finish`). A fragment is everything that
-was buffered on all branches since the last one.
+Owns the session with the backend, what is buffered for it, and everything that waits. States append to it; nothing is
+sent until a value is needed (`wait`, `read_state`) or the body ends (`finish`). A fragment is everything that was
+buffered on all branches since the last one (`fragments`).
 
 Events arrive on a thread of the backend and only fill captures and wake waiters, which block (`wait`) or await
 (`wait_async`). Every wait ends: by its value, by the program's failure (raised with the line of the program), by its
@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from typing import Any
@@ -35,29 +34,22 @@ from sgl.lang.capture import Capture as Capture
 from sgl.lang.capture import UnknownName as UnknownName
 from sgl.lang.capture import user_location as user_location
 from sgl.lang.capture import waker
+from sgl.lang.fragments import Buffered, Fragments
 from sgl.lang.graph import (
     MAIN_BRANCH,
     DeltaEvent,
     DoneEvent,
     Event,
     FailedEvent,
-    Fork,
-    Gen,
-    Graph,
     HandlesEvent,
     JoinedEvent,
     Node,
     ProgramOptions,
-    Release,
     Sampling,
-    Select,
-    StateHandle,
     StateText,
     TextEvent,
     ValueEvent,
-    validate,
 )
-from sgl.lang.passes import liveness, merge_text
 
 _DEADLINE_GRACE_S = 2.0
 """How long after its deadline a program waits for the backend to say so, before it says so itself."""
@@ -89,18 +81,10 @@ class Program:
         self.backend = backend
         self._session: Session | None = None
         self._submitting = threading.RLock()
-        self._buffer: list[tuple[Node, Capture | None]] = []
-        self._captures: dict[int, Capture] = {}  # by node, until their event
-        self._locations: dict[int, SourceLocation | None] = {}
-        self._next_node = 0
+        self._buffer: list[Buffered] = []
+        self._fragments = Fragments()
         self._next_branch = MAIN_BRANCH + 1
         self._next_unnamed = 0
-        self._live: set[int] = {MAIN_BRANCH}  # on the backend, after everything submitted
-        self._abandoned: deque[int] = deque()  # filled by finalizers, at any moment
-        self._dead: set[int] = set()  # used no more, not yet released
-        self._handles: dict[int, StateHandle] = {}
-        self._fragment_start = 0
-        self._confirmed = False  # the backend is known to have the latest fragment
         self._finished = False
         self._cancelled = False
         self._failed: FailedEvent | None = None
@@ -142,7 +126,7 @@ class Program:
 
     def abandon(self, branch: int) -> None:
         """The branch is used no more: it is released with the next fragment. Safe in a finalizer: takes no lock."""
-        self._abandoned.append(branch)
+        self._fragments.abandon(branch)
 
     # --- submitting ---
 
@@ -162,7 +146,7 @@ class Program:
                     buffered, self._buffer = self._buffer, []
                     if not buffered and not finish:
                         return
-                    graph, live = self._fragment(buffered, finish)
+                    graph = self._fragments.make(buffered, finish=finish)
                     self._finished = finish
                 session = self._session
                 if session is None:
@@ -173,7 +157,7 @@ class Program:
                 self._submission_failed(error)
                 raise
             with self.changed:
-                self._live = live
+                self._fragments.submitted()
                 cancelled = self.cancelled
             if cancelled:
                 session.cancel()
@@ -208,35 +192,6 @@ class Program:
         if isinstance(fault, InternalError) and fault is not error:
             raise fault from error
 
-    def _fragment(self, buffered: list[tuple[Node, Capture | None]], finish: bool) -> tuple[Graph, set[int]]:
-        nodes = [msgspec.structs.replace(node, id=self._next_node + i) for i, (node, _) in enumerate(buffered)]
-        born = {child for node in nodes if isinstance(node, Fork) for child in node.children}
-        present = self._live | born
-        released = {node.branch for node in nodes if isinstance(node, Release)}
-        while self._abandoned:
-            self._dead.add(self._abandoned.popleft())
-        # At the end every branch is dead, but its pages may go before the others are done.
-        dead = (present - {MAIN_BRANCH} if finish and nodes else self._dead & present) - released
-        self._dead -= dead | released
-        graph = liveness(merge_text(Graph(nodes=tuple(nodes))), dead)
-        if nodes and graph.nodes and graph.nodes[0].id != self._next_node:
-            raise InvalidProgram("internal numbering of nodes is broken")
-        captures = iter([capture for _, capture in buffered if capture is not None])
-        for node in graph.nodes:
-            self._locations[node.id] = node.location
-            if isinstance(node, (Gen, Select)):
-                capture = next(captures)
-                capture.node = node.id
-                self._captures[node.id] = capture
-        touched = {node.branch for node in graph.nodes}
-        handles = tuple(self._handles.pop(branch) for branch in sorted(touched & set(self._handles)))
-        graph = msgspec.structs.replace(graph, handles=handles)
-        live = validate(graph, self._live)
-        self._fragment_start = self._next_node
-        self._next_node += len(graph.nodes)
-        self._confirmed = False
-        return graph, live
-
     def cancel(self) -> None:
         """Stop the program on the backend; waits end with `Cancelled`. No effect after its end."""
         with self.changed:
@@ -258,20 +213,15 @@ class Program:
                 self.stream.append((time.monotonic() - self.started_at, event))
             match event:
                 case ValueEvent():
-                    capture = self._captures.pop(event.node, None)
-                    if capture is not None:
-                        capture.event = event
-                        for wake in self._waiters.pop(capture, ()):
-                            wake()
-                    self._confirmed = self._confirmed or event.node >= self._fragment_start
+                    capture = self._fragments.take_value(event)
+                    for wake in self._waiters.pop(capture, ()) if capture is not None else ():
+                        wake()
                 case JoinedEvent():
-                    self._confirmed = self._confirmed or event.node >= self._fragment_start
+                    self._fragments.passed(event.node)
                 case TextEvent() | DeltaEvent():
                     pass
                 case HandlesEvent():
-                    # One that was on its way when the latest fragment left speaks of an older state.
-                    if self._confirmed:
-                        self._handles.update({handle.branch: handle for handle in event.handles})
+                    self._fragments.take_handles(event)
                 case FailedEvent():
                     self._failed = event
                 case DoneEvent():
@@ -327,7 +277,7 @@ class Program:
 
     def location(self, node: int) -> SourceLocation | None:
         """The program line that made a node."""
-        return self._locations.get(node)
+        return self._fragments.location(node)
 
     def raise_if_failed(self, location: SourceLocation | None = None) -> None:
         """Raise what went wrong, if anything did: an error of the backend, or of the body on its thread."""
@@ -347,7 +297,7 @@ class Program:
             node = self._failed.node
             if node is not None:
                 error.add_note(f"in program {self.options.name!r}, node {node} on branch {self._failed.branch}")
-            raise error.at(self._locations.get(node) if node is not None else location)
+            raise error.at(self.location(node) if node is not None else location)
 
     def wait_for(self, ready: Callable[[], bool], location: SourceLocation | None = None) -> None:
         """Wait until `ready()`; raises what ends the program before that."""
@@ -413,7 +363,7 @@ class Program:
                     self._raise_if_failed()
                     if self._done is not None and not self.body_open:
                         raise StateLost("the program ended without that value")
-                await self._in_time(woken)
+                await self.in_time(woken)
         finally:
             self.listen(wake, on=False)
 
@@ -428,14 +378,14 @@ class Program:
                 raise StateLost("the program ended without that value", location=capture.location)
             self._waiters.setdefault(capture, []).append(wake)
         try:
-            await self._in_time(woken)
+            await self.in_time(woken)
         finally:
             with self.changed:
                 wakes = self._waiters.get(capture, [])
                 if wake in wakes:
                     wakes.remove(wake)
 
-    async def _in_time(self, woken: asyncio.Event) -> None:
+    async def in_time(self, woken: asyncio.Event) -> None:
         """Wait for `woken`, or for the deadline."""
         left = self._time_left()
         try:
@@ -470,7 +420,7 @@ class Program:
             while not future.done() and not self.ended:
                 woken.clear()
                 if not future.done():
-                    await self._in_time(woken)
+                    await self.in_time(woken)
         finally:
             self.listen(wake, on=False)
         return self._answered(future, branch)

@@ -14,10 +14,10 @@ from typing import Any
 import msgspec
 
 from sgl.errors import InvalidParameter
+from sgl.lang.arguments import refuse
 from sgl.lang.backend import Backend
 from sgl.lang.branches import derived_seed
 from sgl.lang.defaults import default_backend, sampling_defaults
-from sgl.lang.expressions import refuse
 from sgl.lang.graph import ProgramOptions, Sampling, sampling_values
 from sgl.lang.interpreter import Program
 from sgl.lang.sampling import check_integer, check_number

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias, cast
 from sgl.errors import InvalidParameter, RequirementFailed, SourceLocation
 from sgl.lang.branches import BranchState, derived_seed
 from sgl.lang.capture import Capture
-from sgl.lang.expressions import Appendable, GenExpr
+from sgl.lang.expr import Appendable, GenExpr
 
 Check: TypeAlias = Callable[[Any], object]
 Feedback: TypeAlias = Callable[[Any, str], Appendable]

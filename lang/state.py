@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeAlias, cast, over
 
 from sgl.errors import GenerationError, InvalidParameter, InvalidProgram, SourceLocation, StateLost
 from sgl.lang import variables
+from sgl.lang.arguments import refuse
 from sgl.lang.branches import BranchState, Point, check_appendable
 from sgl.lang.capture import Capture, user_location
-from sgl.lang.expressions import Appendable, ExprList, GenExpr, RoleExpr, SelectExpr, refuse
+from sgl.lang.expr import Appendable, ExprList, GenExpr, RoleExpr, SelectExpr
 from sgl.lang.fork import ProgramStateGroup
 from sgl.lang.graph import MAIN_BRANCH, Usage
 from sgl.lang.interpreter import Program
@@ -505,6 +506,11 @@ class ProgramState(StateBase, Generic[R_co]):
 def outer_state(state: ProgramState[Any]) -> ProgramState[Any]:
     """The same state for who started the program: a stream that is let go is cancelled."""
     outer: ProgramState[Any] = ProgramState(state._program, state._core)
-    if state._program.options.stream:  # whoever lets a stream go does not want the rest of it
-        weakref.finalize(outer, state._program.cancel).atexit = False
+    if state._program.options.stream:
+        let_go_cancels(outer)
     return outer
+
+
+def let_go_cancels(state: ProgramState[Any]) -> None:
+    """Cancel the program when nobody holds this view of it any more: the rest of its stream is not wanted."""
+    weakref.finalize(state, state._program.cancel).atexit = False

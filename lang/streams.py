@@ -324,6 +324,6 @@ async def _awaiting(program: Program, take: Callable[[], tuple[list[Any], bool]]
                 return
             if items:
                 continue
-            await woken.wait()
+            await program.in_time(woken)
     finally:
         program.listen(wake, on=False)

@@ -16,7 +16,7 @@ import jsonschema_rs
 import pytest
 
 import sgl
-from sgl.errors import GenerationError, InvalidGrammar, InvalidParameter, SglError
+from sgl.errors import EmptyPrompt, GenerationError, InvalidGrammar, InvalidParameter, SglError
 from sgl.runtime.engine import Engine
 
 GREEDY: dict[str, Any] = {"temperature": 0}
@@ -349,6 +349,33 @@ def test_45_an_error_of_the_engine_in_a_child(dummy_engine: Engine) -> None:
     assert caught.value.location.function == "program"
     stats = dummy_engine.stats()
     assert (stats["num_programs"], stats["num_running"]) == (0, 0), "the siblings are cancelled"
+
+
+def test_45_odd_programs_have_a_result_or_a_typed_error(dummy_engine: Engine) -> None:
+    """On the toy model: a fork before any text, one too wide, samples, a name that nothing sets."""
+
+    @sgl.function
+    def early(s):
+        forks = s.fork(2)
+        for i, fork in enumerate(forks):
+            fork += f"{i}:" + sgl.gen("x", max_tokens=2)
+        forks.join()
+        s += "after" + sgl.gen("y", max_tokens=1, n=3)
+        with pytest.raises(InvalidParameter, match="at most"):
+            s.fork(10_001)
+        with pytest.raises(KeyError, match="never"):
+            s["never"]
+
+    state = early.run(backend=dummy_engine, **GREEDY)
+    assert (len(state["x"]), len(state["y"])) == (2, 3)
+
+    @sgl.function
+    def empty(s):
+        s += sgl.gen("x", max_tokens=1)
+
+    with pytest.raises(EmptyPrompt) as caught:
+        empty.run(backend=dummy_engine)
+    assert caught.value.location.function == "empty"
 
 
 def test_46_many_states_without_threads(dummy_engine: Engine) -> None:

@@ -17,7 +17,7 @@ from sgl.errors import ConstraintTooComplex, InvalidGrammar, InvalidParameter, I
 from sgl.grammars import ebnf
 from sgl.grammars.compiler import GrammarCompiler, check
 from sgl.grammars.spec import Constraint, Ebnf, Lark, StructuralTag, constraint_of, structural_tag
-from sgl.lang.expressions import GenExpr
+from sgl.lang.expr import GenExpr
 from sgl.runtime.engine import Engine
 
 WORLD = conformance.world()

@@ -425,6 +425,14 @@ def test_events_of_a_batch_name_their_row():
     with pytest.raises(ValueError, match="row 3"):
         list(row.batch([(i,) for i in range(5)], backend=sgl.MockBackend(echo)).events())
 
+    @sgl.function
+    async def task(s, i):
+        s += f"{i}:" + sgl.gen("v")
+        await s["v"]
+
+    events = list(task.batch([(i,) for i in range(20)], backend=sgl.MockBackend(echo)).events())
+    assert sorted(event.row for event in events if event.kind == "done") == list(range(20))
+
 
 def test_options_of_a_batch_are_checked():
     with pytest.raises(InvalidParameter, match="no option"):

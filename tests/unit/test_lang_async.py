@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 import time
 
@@ -145,6 +146,24 @@ def test_a_body_that_raises_as_a_task_raises_at_the_read():
         state = program.start_async(backend=sgl.MockBackend(["v"]))
         with pytest.raises(ZeroDivisionError, match="mine"):
             await state.text()
+
+    asyncio.run(main())
+
+
+def test_a_stream_that_is_let_go_is_cancelled():
+    @sgl.function
+    async def program(s):
+        s += "A: " + sgl.gen("a")
+
+    async def main():
+        mock = sgl.MockBackend(delay_s=60)
+        pieces = program.start_async(backend=mock).text_iter()
+        assert await anext(pieces) == "A: ", "the iterator holds its program"
+        await pieces.aclose()
+        del pieces
+        while mock.server_info()["num_open"]:
+            gc.collect()
+            await asyncio.sleep(0.001)
 
     asyncio.run(main())
 

@@ -463,7 +463,7 @@ def test_cursor_follows_the_first_capture_of_a_name_and_misses_nothing_before_it
     first.node, second.node = 0, 1
     known = [None]
     cursor = Cursor(program, 0, "a", lambda: known[0], lambda: "")
-    program._captures = {0: first, 1: second}
+    program._fragments.captures = {0: first, 1: second}
 
     def texts():
         pieces, over = cursor.take()
@@ -540,7 +540,7 @@ def test_submission_that_raises_fails_the_program(raised, kind):
 
 
 def test_fragment_that_breaks_a_rule_fails_the_program(monkeypatch):
-    monkeypatch.setattr("sgl.lang.interpreter.validate", functools.partial(validate, limits=Limits(max_graph_nodes=3)))
+    monkeypatch.setattr("sgl.lang.fragments.validate", functools.partial(validate, limits=Limits(max_graph_nodes=3)))
 
     @sgl.function
     def program(s):
