@@ -20,6 +20,7 @@ from sgl.grammars.validation import CheckedGrammar
 from sgl.lang.graph import DeltaEvent, Gen, ProgramOptions, Usage, ValueEvent
 from sgl.runtime.branch import Branch
 from sgl.runtime.generation import Generation
+from sgl.runtime.healing import Seam
 from sgl.runtime.prompt_logprobs import output_logprobs, prompt_logprobs, prompt_scores
 from sgl.runtime.sequence import Request
 from sgl.runtime.services import Services
@@ -32,6 +33,7 @@ class Drawing:
         branch: what it continues; its pending unit is encoded.
         grammar: the node's constraint, compiled.
         seed: for a node that has none.
+        seam: where the first token is drawn over the end of the text, which the branch's state is without.
 
     Raises:
         EmptyPrompt: there is nothing to continue.
@@ -47,6 +49,7 @@ class Drawing:
         options: ProgramOptions,
         *,
         seed: int,
+        seam: Seam | None = None,
     ) -> None:
         sequence, sampling = branch.sequence, node.sampling
         if not sequence.token_ids:
@@ -72,6 +75,7 @@ class Drawing:
             max_new_tokens=new_tokens,
             matcher=matcher,
             steering=steering,
+            seam=seam,
             forces=not services.config.disable_forced_tokens,
             limits=services.limits,
         )
