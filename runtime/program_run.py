@@ -62,6 +62,7 @@ from sgl.runtime.admission import check_generations
 from sgl.runtime.branch import SMALL, Branch, Read, Reply, text_bytes, text_len
 from sgl.runtime.cache_key import CacheKey
 from sgl.runtime.failures import internal_error, typed
+from sgl.runtime.healing import Seam, find_seam
 from sgl.runtime.lookahead import path_lengths
 from sgl.runtime.next_use import Lane, next_uses
 from sgl.runtime.program_gen import Drawing
@@ -450,8 +451,9 @@ class ProgramRun:
 
     def _prepare_gen(self, branch: Branch, node: Gen) -> None:
         constraint = node.constraint
+        heals = node.sampling.token_healing and node.sampling.max_new_tokens > 0
 
-        def job() -> tuple[list[int], int, CompiledGrammar | None]:
+        def job() -> tuple[list[int], int, CompiledGrammar | None, Seam | None]:
             faults = self._services.faults
             if faults is not None and constraint is not None:
                 faults.reach("in_compile", self.options.name)
@@ -459,9 +461,11 @@ class ProgramRun:
             grammar = self._services.compiler.compile(constraint, backend) if constraint is not None else None
             if grammar is not None:
                 self._services.compiler.closer.start(grammar)  # looked for here, off the step loop, and kept
-            return *branch.encode_unit(), grammar
+            ids, num_bytes = branch.encode_unit()
+            seam = find_seam(self._services.tokenizer, ids, grammar) if heals else None
+            return ids, num_bytes, grammar, seam
 
-        small = constraint is None and text_len(branch.transcript.pending_pieces) < SMALL
+        small = constraint is None and not heals and text_len(branch.transcript.pending_pieces) < SMALL
         self._services.run_job(job, partial(self._guarded, branch, node, self._start_gen), small=small)
 
     def _guarded(
@@ -479,11 +483,24 @@ class ProgramRun:
             self._fail_by(failure, node.location)
 
     def _start_gen(
-        self, branch: Branch, node: Gen, ids: list[int], num_bytes: int, grammar: CompiledGrammar | None
+        self,
+        branch: Branch,
+        node: Gen,
+        ids: list[int],
+        num_bytes: int,
+        grammar: CompiledGrammar | None,
+        seam: Seam | None,
     ) -> None:
-        self._append_unit(branch, ids, num_bytes)
         self._stream_text(branch)
-        self._run(Drawing(node, branch, grammar, self._services, self.options, seed=self._seed(node.id)))
+        if seam is not None and len(branch.sequence) + len(ids) > 1 and branch.transcript.take_back(seam.text):
+            branch.num_streamed -= len(seam.text) if self.options.stream else 0
+            ids = ids[:-1]
+            self._count(Usage(healed_tokens=1))
+        else:
+            seam = None
+        self._append_unit(branch, ids, num_bytes)
+        seed = self._seed(node.id)
+        self._run(Drawing(node, branch, grammar, self._services, self.options, seed=seed, seam=seam))
 
     # --- selects ---
 
