@@ -70,8 +70,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         Meta(description="On a CPU: `gguf` keeps the blocks of a GGUF file, `int8` and `int4` round weights at load."),
     ] = "auto"
     kernels: Annotated[
-        Literal["auto", "torch", "native"],
-        Meta(description="Whose kernels compute on a CPU; `native` ones are compiled at first use."),
+        Literal["auto", "torch", "native", "triton"],
+        Meta(description="Whose kernels compute: `native` ones, compiled at first use, on a CPU; Triton's on a GPU."),
     ] = "auto"
     device: Annotated[Literal["auto", "cpu", "cuda"], Meta(description="Where the model runs.")] = "auto"
     context_length: Annotated[Count | None, Meta(description="Longest sequence; the model's own by default.")] = None
@@ -233,6 +233,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
         weights_kind: form of the checkpoint (`gguf`, `safetensors`, `dummy`).
         packed_bytes: size of a GGUF file's weights as the native kernels keep them.
         native, native_obstacle: what the native kernels are or would be built with; why they cannot be.
+        triton: version of the Triton that is installed, if one is.
     """
 
     cpu_count: int
@@ -257,6 +258,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     packed_bytes: int = 0
     native: str = ""
     native_obstacle: str = "nobody looked whether the native kernels can be built"
+    triton: str = ""
 
 
 class Reason(msgspec.Struct, frozen=True, array_like=True):

@@ -4,7 +4,8 @@ Owns the choice of dtype, quantization and kernels, with its reasons. Called by 
 
 Three paths on a CPU. `torch` in float32 is the reference, and bit-exact in deterministic mode. The native kernels
 (`sgl.kernels.native`) compute with 16-bit weights, or with blocks of 8 and 4 bits; activations between the layers are
-float32 there, `dtype` is that of the KV cache and of weights that are not quantized.
+float32 there, `dtype` is that of the KV cache and of weights that are not quantized. On a GPU the kernels are Triton's
+(`sgl.kernels.triton`) where it is installed, else torch's.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 Quantization = Literal["none", "gguf", "int8", "int4"]
-Kernels = Literal["torch", "native"]
+Kernels = Literal["torch", "native", "triton"]
 
 
 class Numerics(NamedTuple):
@@ -98,6 +99,10 @@ def _check(quantization: Quantization, facts: Facts, obstacle: str) -> None:
 def _kernels(
     config: EngineConfig, facts: Facts, device: str, dtype: Dtype, quantization: Quantization, obstacle: str
 ) -> tuple[Kernels, str]:
+    if device == "cuda":
+        return _gpu_kernels(config, facts)
+    if config.kernels == "triton":
+        raise ConfigError(f"kernels is triton, but the device is {device}", hint="set kernels to auto", param="kernels")
     if config.kernels == "native" and obstacle:
         raise ConfigError(f"kernels is native, but {obstacle}", hint="set kernels to torch", param="kernels")
     if quantization != "none":
@@ -105,6 +110,19 @@ def _kernels(
     if config.kernels == "native" or (dtype == "bfloat16" and not obstacle):
         return "native", f"weights are read once for all rows of a step; {facts.native}"
     return "torch", obstacle or f"torch computes with {dtype} weights"
+
+
+def _gpu_kernels(config: EngineConfig, facts: Facts) -> tuple[Kernels, str]:
+    obstacle = "" if facts.triton else "Triton is not installed"
+    if config.enable_deterministic_inference:
+        obstacle = "deterministic mode computes with torch"
+    if config.kernels == "native":
+        obstacle = "the native kernels compute on the CPU"
+    if config.kernels in ("triton", "native") and obstacle:
+        raise ConfigError(f"kernels is {config.kernels}, but {obstacle}", hint="set kernels to auto", param="kernels")
+    if obstacle or config.kernels == "torch":
+        return "torch", obstacle or "kernels is torch"
+    return "triton", f"Triton {facts.triton}: layers are fused, decoding steps are recorded as graphs"
 
 
 def _auto_dtype(facts: Facts, device: str, quantization: Quantization) -> tuple[Dtype, str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
 
 from sgl.kernels.native import library
@@ -59,7 +60,16 @@ def gather_facts(config: ModelConfig, *, weights_kind: str = "safetensors", pack
         packed_bytes=packed_bytes,
         native=native,
         native_obstacle=native_obstacle,
+        triton=_version("triton"),
     )
+
+
+def _version(distribution: str) -> str:
+    """Of a package that is installed; empty when it is not."""
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return ""
 
 
 def native_kernels() -> tuple[str, str]:

@@ -31,6 +31,7 @@ FACTS = Facts(
     native="avx2, g++ 12",
     native_obstacle="",
 )
+GPU = {"cuda_bytes": 2**34, "triton": "3.6"}
 
 
 def facts(**changes: Any) -> Facts:
@@ -55,6 +56,9 @@ def facts(**changes: Any) -> Facts:
         ({}, {"weights_kind": "safetensors"}, ("float32", "none", "torch")),
         ({"dtype": "bfloat16"}, {"native_obstacle": "there is no compiler"}, ("bfloat16", "none", "torch")),
         ({"enable_deterministic_inference": True}, {}, ("float32", "none", "torch")),
+        ({"device": "cuda"}, GPU, ("bfloat16", "none", "triton")),
+        ({"device": "cuda", "kernels": "torch"}, GPU, ("bfloat16", "none", "torch")),
+        ({"device": "cuda"}, {**GPU, "triton": ""}, ("bfloat16", "none", "torch")),
     ],
 )
 def test_the_path_follows_from_wish_and_facts(
@@ -77,6 +81,9 @@ def test_the_path_follows_from_wish_and_facts(
         ({"quantization": "gguf", "enable_deterministic_inference": True}, {}, "deterministic mode"),
         ({"kernels": "native"}, {"native_obstacle": "there is no compiler"}, "kernels is native, but there is no"),
         ({"quantization": "gguf", "device": "cuda"}, {"cuda_bytes": 2**34}, "not on cuda"),
+        ({"kernels": "native", "device": "cuda"}, {"cuda_bytes": 2**34}, "compute on the CPU"),
+        ({"kernels": "triton", "device": "cuda"}, {"cuda_bytes": 2**34}, "Triton is not installed"),
+        ({"kernels": "triton"}, {"triton": "3.6"}, "the device is cpu"),
     ],
 )
 def test_what_cannot_be_had_is_refused_with_the_reason(
