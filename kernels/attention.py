@@ -73,7 +73,7 @@ def plan_attention(
     begin = 0
     for start, length, table in zip(starts, lengths, page_tables, strict=True):
         end = start + length
-        slots = _slots(table, page_size, end)
+        slots = slots_of(table, page_size, 0, end)
         writes.append(slots[start:])
         if length == 1:
             rows.append(begin)
@@ -103,12 +103,12 @@ def plan_attention(
     )
 
 
-def _slots(page_table: npt.NDArray[np.int32], page_size: int, length: int) -> npt.NDArray[np.int64]:
-    """Slots of positions `0 .. length - 1`."""
+def slots_of(page_table: npt.NDArray[np.int32], page_size: int, start: int, end: int) -> npt.NDArray[np.int64]:
+    """Slots of a sequence's positions `start .. end - 1`."""
     if page_size == 1:
-        return page_table[:length].astype(np.int64)
-    pages = page_table[: -(-length // page_size)].astype(np.int64)
-    return (pages[:, None] * page_size + np.arange(page_size)).reshape(-1)[:length]
+        return page_table[start:end].astype(np.int64)
+    positions = np.arange(start, end)
+    return page_table[positions // page_size].astype(np.int64) * page_size + positions % page_size
 
 
 def kv_write(

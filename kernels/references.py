@@ -65,6 +65,16 @@ def _(*args: Any, **kwargs: Any) -> Any:
 
 _fixed_blocks = _lazily("sgl.kernels.deterministic", "paged_attention")
 
+
+def _runs_on_triton(facts: registry.OpFacts) -> str | None:
+    return None if facts.triton else "the engine does not run on Triton"
+
+
+for _op, _module in {"rms_norm": "elementwise", "plan_attention": "attention", "paged_attention": "attention"}.items():
+    registry.register(_op, "triton", priority=15, supports=_runs_on_triton)(
+        _lazily(f"sgl.kernels.triton.{_module}", _op)
+    )
+
 for _op in ("rms_norm", "rotary", "silu_mul", "kv_write", "plan_attention", "paged_attention"):
     registry.register(
         _op,

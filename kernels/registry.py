@@ -30,6 +30,8 @@ class OpFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Every row's result must be the same bits whatever else is in the step."""
     native: bool = False
     """The native library is loaded, activations are float32 on the CPU, and weights are packed for it."""
+    triton: bool = False
+    """Triton is there, and the engine plans its steps for it."""
 
 
 class Implementation(msgspec.Struct, frozen=True):

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -24,6 +24,9 @@ from sgl.kernels.registry import OpFacts
 from sgl.runtime.config import GiB, ResolvedConfig
 from sgl.runtime.models.registry import CausalLM, ModelConfig
 from sgl.runtime.plan import PageCopy, StepPlan
+
+if TYPE_CHECKING:
+    from sgl.runtime.gpu_steps import GpuSteps
 
 
 @dataclass(frozen=True)
@@ -140,10 +143,24 @@ class ModelRunner:
         self.page_size = resolved.page_size
         # Torch's matmuls compute a row in the same way for every such number of rows, and not for others.
         self._multiple = ROWS if resolved.deterministic else 1
-        facts = OpFacts(device=resolved.device, dtype=resolved.dtype, native=resolved.kernels == "native")
+        native, triton = resolved.kernels == "native", resolved.kernels == "triton"
+        facts = OpFacts(device=resolved.device, dtype=resolved.dtype, native=native, triton=triton)
         self._plan_attention = registry.get("plan_attention", facts)
         dtype = getattr(torch, resolved.dtype)
-        self.cache = KVCache(model_config, resolved.num_pages, resolved.page_size, dtype, self.device)
+        # Behind the pool a graph has a page of its own, for rows that only fill its step up.
+        num_pages = resolved.num_pages + triton
+        self.cache = KVCache(model_config, num_pages, resolved.page_size, dtype, self.device)
+        self._gpu_steps: GpuSteps | None = None
+        if triton:
+            from sgl.runtime.gpu_steps import GpuSteps
+
+            self._gpu_steps = GpuSteps(
+                model,
+                self.cache,
+                max_rows=resolved.max_running_requests,
+                spare_slot=resolved.num_pages * resolved.page_size,
+                device=self.device,
+            )
 
     @torch.inference_mode()
     def forward(self, plan: StepPlan) -> torch.Tensor:
@@ -152,6 +169,8 @@ class ModelRunner:
             return torch.empty(0, self.model_config.vocab_size, dtype=torch.float32, device=self.device)
         if plan.copies:
             self.cache.copy(plan.copies)
+        if self._gpu_steps is not None:
+            return self._gpu_steps.forward(plan)
         batch = ForwardBatch.from_plan(
             plan, self.page_size, self.device, multiple=self._multiple, plan_attention=self._plan_attention
         )

@@ -146,7 +146,7 @@ class Checkpoint:
             dtype=activations,
             device=torch.device(device),
             deterministic=deterministic,
-            native=kernels == "native",
+            kernels=kernels,
         )
         expected = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
         missing = dict(expected)

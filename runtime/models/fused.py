@@ -1,14 +1,14 @@
-"""All decoder layers of a model in one call of the native kernels.
+"""All decoder layers of a model in one call: of the native kernels here, of Triton's in `triton_layers`.
 
-Owns the translation of layers (`models/layers.py`) whose weights are packed into the kernels' description of a decoder,
-made at the first step, when the KV pool is known. Layers may have biases; norms of queries and keys where the attention
-has them as `q_norm` and `k_norm`.
+Owns the choice, and the translation of layers (`models/layers.py`) whose weights are packed into the kernels'
+description of a decoder, made at the first step, when the KV pool is known. Layers may have biases; norms of queries
+and keys where the attention has them as `q_norm` and `k_norm`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -16,13 +16,38 @@ from sgl.errors import InternalError
 from sgl.kernels.native.decoder import Decoder, LayerWeights
 from sgl.kernels.native.ops import NativePlan
 from sgl.kernels.native.weights import PackedWeight
+from sgl.kernels.registry import OpFacts
+from sgl.runtime.models import triton_layers
 from sgl.runtime.models.registry import ModelConfig
 
 if TYPE_CHECKING:
     from sgl.runtime.model_runner import ForwardBatch, KVCache
 
 
-class FusedLayers:
+class FusedLayers(Protocol):
+    """All decoder layers in one call."""
+
+    def __call__(
+        self,
+        layers: Iterable[Any],
+        x_TN: torch.Tensor,
+        angles: tuple[torch.Tensor, torch.Tensor],
+        batch: ForwardBatch,
+        cache: KVCache,
+    ) -> torch.Tensor:
+        """`x` after the last layer; `x` itself may be changed."""
+
+
+def fused_layers(config: ModelConfig, facts: OpFacts) -> FusedLayers | None:
+    """What computes the layers of a model in one call; `None` when they are computed op by op."""
+    if facts.native:
+        return NativeLayers(config)
+    if facts.triton and triton_layers.obstacle(config) is None:
+        return triton_layers.TritonLayers(config)
+    return None
+
+
+class NativeLayers:
     """Runs a stack of pre-norm decoder layers over one KV pool."""
 
     def __init__(self, config: ModelConfig) -> None:

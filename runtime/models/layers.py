@@ -20,6 +20,7 @@ from sgl.kernels.native.ops import linear
 from sgl.kernels.native.weights import PackedWeight
 from sgl.kernels.registry import OpFacts
 from sgl.runtime.models.registry import ModelConfig
+from sgl.runtime.numerics import Kernels
 
 if TYPE_CHECKING:
     from sgl.runtime.model_runner import ForwardBatch, KVCache
@@ -30,7 +31,7 @@ def _parameter(*shape: int, dtype: torch.dtype) -> nn.Parameter:
 
 
 def op_facts(
-    config: ModelConfig, dtype: torch.dtype, device: torch.device, *, deterministic: bool, native: bool = False
+    config: ModelConfig, dtype: torch.dtype, device: torch.device, *, deterministic: bool, kernels: Kernels = "torch"
 ) -> OpFacts:
     """What the registry may decide on for this model."""
     return OpFacts(
@@ -40,7 +41,8 @@ def op_facts(
         num_heads=config.num_attention_heads,
         num_kv_heads=config.num_key_value_heads,
         deterministic=deterministic,
-        native=native,
+        native=kernels == "native",
+        triton=kernels == "triton",
     )
 
 

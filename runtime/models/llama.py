@@ -15,10 +15,11 @@ from torch import nn
 
 from sgl.errors import UnsupportedModel
 from sgl.kernels.registry import OpFacts
-from sgl.runtime.models.fused import FusedLayers
+from sgl.runtime.models.fused import fused_layers
 from sgl.runtime.models.layers import Attention, Embedding, GatedMLP, Linear, RMSNorm, op_facts
 from sgl.runtime.models.registry import ModelConfig, register_model
 from sgl.runtime.models.rope import rotary
+from sgl.runtime.numerics import Kernels
 
 if TYPE_CHECKING:
     from sgl.runtime.model_runner import ForwardBatch, KVCache
@@ -45,12 +46,12 @@ class LlamaModel(nn.Module):
     """Everything below the head."""
 
     def __init__(
-        self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device, deterministic: bool, native: bool
+        self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device, deterministic: bool, kernels: Kernels
     ) -> None:
         super().__init__()
-        facts = op_facts(config, dtype, device, deterministic=deterministic, native=native)
+        facts = op_facts(config, dtype, device, deterministic=deterministic, kernels=kernels)
         self.dtype = dtype
-        self.fused = FusedLayers(config) if native else None
+        self.fused = fused_layers(config, facts)
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, dtype=dtype)
         self.layers = nn.ModuleList(
             DecoderLayer(config, layer, dtype=dtype, facts=facts) for layer in range(config.num_hidden_layers)
@@ -77,7 +78,7 @@ class LlamaForCausalLM(nn.Module):
         dtype: of weights and activations.
         device: where the weights will be put by the loader; parameters stay on the meta device until then.
         deterministic: choose ops whose rows do not depend on what else is in the step.
-        native: the loader packs the weights for the native kernels, which compute all layers in one call.
+        kernels: for `native` ones the loader packs the weights; these and `triton` ones compute all layers in one call.
 
     Raises:
         UnsupportedModel: an activation that is not known here.
@@ -90,13 +91,13 @@ class LlamaForCausalLM(nn.Module):
         dtype: torch.dtype,
         device: torch.device,
         deterministic: bool = False,
-        native: bool = False,
+        kernels: Kernels = "torch",
     ) -> None:
         super().__init__()
         if config.hidden_act != "silu":
             raise UnsupportedModel(f"hidden_act is {config.hidden_act!r}", hint="supported is silu")
         self.vocab_size = config.vocab_size
-        self.model = LlamaModel(config, dtype=dtype, device=device, deterministic=deterministic, native=native)
+        self.model = LlamaModel(config, dtype=dtype, device=device, deterministic=deterministic, kernels=kernels)
         self.lm_head = (
             None
             if config.tie_word_embeddings

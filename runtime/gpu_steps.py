@@ -1,0 +1,193 @@
+"""Steps on a GPU: one copy of everything the step needs, and CUDA graphs of the steps that only decode.
+
+Owns the arrays of a step on the device and the graphs. Called by the model runner. A decode step is hundreds of kernels
+of a few microseconds; launched one by one the host would be the slower of the two. A graph is captured per padded
+number of rows, at its first use; rows that fill a step up read nothing and write to a slot behind the pool.
+
+Shapes: T tokens of the step, B rows of a decode step, P pages of all its sequences, R rows of logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from sgl.kernels.triton.attention import HostPlan, PagedPlan, num_splits
+from sgl.runtime.plan import StepPlan
+
+if TYPE_CHECKING:
+    from sgl.runtime.model_runner import ForwardBatch, KVCache
+    from sgl.runtime.models.registry import CausalLM
+
+Ids = npt.NDArray[np.int32]
+GRAPH_ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256)
+"""Numbers of rows that graphs are captured for."""
+_PAGES_PER_ROW = 8192
+"""Pages of a graph's sequences, per row, that there is room for; longer steps are launched kernel by kernel."""
+
+
+class Staging:
+    """Integers for the device, copied all at once from pinned memory."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._host = torch.empty(0, dtype=torch.int32)
+
+    def put(self, arrays: Sequence[Ids], target: torch.Tensor | None = None) -> list[torch.Tensor]:
+        """Each array on the device, one after another in `target`, or in memory of its own.
+
+        The step before must have ended on the device, as its integers are overwritten.
+        """
+        sizes = [array.size for array in arrays]
+        total = sum(sizes)
+        if total > len(self._host):
+            self._host = torch.empty(max(2 * total, 4096), dtype=torch.int32, pin_memory=True)
+        np.concatenate([array.reshape(-1) for array in arrays], out=self._host.numpy()[:total])
+        if target is None:
+            target = torch.empty(total, dtype=torch.int32, device=self._device)
+        target[:total].copy_(self._host[:total], non_blocking=True)
+        parts = torch.split(target[:total], sizes)
+        return [part.view(array.shape) for part, array in zip(parts, arrays, strict=True)]
+
+
+class GpuSteps:
+    """Turns plans into forwards of one model.
+
+    Args:
+        max_rows: the largest number of rows that graphs are captured for; 0 for none.
+        spare_slot: of the pool, for rows that fill a step up.
+    """
+
+    def __init__(
+        self, model: CausalLM, cache: KVCache, *, max_rows: int, spare_slot: int, device: torch.device
+    ) -> None:
+        self._model = model
+        self._cache = cache
+        self._num_kv_heads = cache.layer(0)[0].shape[1]
+        self._rows = [rows for rows in GRAPH_ROWS if rows <= max_rows]
+        self._spare_slot = spare_slot
+        self._device = device
+        self._staging = Staging(device)
+        self._graphs: dict[int, _DecodeGraph] = {}
+        self._pool: Any = None
+
+    def forward(self, plan: StepPlan) -> torch.Tensor:
+        """Float32 logits `[R, V]`."""
+        chunks = plan.chunks
+        host = HostPlan(
+            [chunk.start for chunk in chunks],
+            [len(chunk.token_ids) for chunk in chunks],
+            [chunk.page_table for chunk in chunks],
+            self._cache.page_size,
+        )
+        token_ids = np.fromiter(chain.from_iterable(chunk.token_ids for chunk in chunks), np.int32)
+        graph = self._graph(plan, host)
+        if graph is not None:
+            return graph.replay(token_ids, host)
+        return self._eager(plan, token_ids, host)
+
+    def _eager(self, plan: StepPlan, token_ids: Ids, host: HostPlan) -> torch.Tensor:
+        logit_rows: list[int] = []
+        begin = 0
+        for chunk in plan.chunks:
+            logit_rows.extend(begin + offset for offset in chunk.logit_offsets)
+            begin += len(chunk.token_ids)
+        names = list(vars(host))
+        arrays = [token_ids, np.array(logit_rows, dtype=np.int32), *vars(host).values()]
+        ids, rows, *attention = self._staging.put(arrays)
+        splits = num_splits(len(host.single_rows), self._num_kv_heads)
+        paged = PagedPlan(
+            **dict(zip(names, attention, strict=True)), num_splits=splits, page_size=self._cache.page_size
+        )
+        return self._model(_batch(ids, rows, paged), self._cache)
+
+    def _graph(self, plan: StepPlan, host: HostPlan) -> _DecodeGraph | None:
+        """The graph for a step in which every sequence decodes one token; `None` for other steps."""
+        num_rows = len(host.single_rows)
+        if num_rows != len(plan.chunks) or not all(chunk.logit_offsets for chunk in plan.chunks):
+            return None
+        rows = next((rows for rows in self._rows if rows >= num_rows), None)
+        if rows is None or len(host.pages) > rows * _PAGES_PER_ROW:
+            return None
+        if rows not in self._graphs:
+            graph = _DecodeGraph(
+                self._model, self._cache, rows, num_splits(rows, self._num_kv_heads), self._spare_slot, self._staging
+            )
+            self._pool = graph.capture(self._pool)
+            self._graphs[rows] = graph
+        return self._graphs[rows]
+
+
+class _DecodeGraph:
+    """One captured decode step of `rows` rows: integers in, logits out, always in the same memory."""
+
+    def __init__(
+        self, model: CausalLM, cache: KVCache, rows: int, splits: int, spare_slot: int, staging: Staging
+    ) -> None:
+        self._model = model
+        self._cache = cache
+        self._num_rows = rows
+        self._spare_slot = spare_slot
+        self._staging = staging
+        device = cache.layer(0)[0].device
+        self._integers = torch.zeros(rows * (5 + _PAGES_PER_ROW), dtype=torch.int32, device=device)
+        ids, positions, slots, pages, lengths = (self._integers[i * rows : (i + 1) * rows] for i in range(5))
+        slots.fill_(spare_slot)
+        every = torch.arange(rows, dtype=torch.int32, device=device)
+        self._batch = _batch(
+            ids,
+            every,
+            PagedPlan(
+                positions=positions,
+                write_slots=slots,
+                pages=self._integers[5 * rows :],
+                single_rows=every,
+                single_pages=pages,
+                single_lengths=lengths,
+                blocks=torch.empty(0, 4, dtype=torch.int32, device=device),
+                num_splits=splits,
+                page_size=cache.page_size,
+            ),
+        )
+        self._graph = torch.cuda.CUDAGraph()
+        self._logits = torch.empty(0)
+
+    def capture(self, pool: Any) -> Any:
+        """Run the step once, so that its kernels are compiled, then record it. Graphs share `pool`, one at a time."""
+        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            self._model(self._batch, self._cache)
+        torch.cuda.current_stream().wait_stream(side)
+        torch.cuda.synchronize()
+        with torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"):
+            self._logits = self._model(self._batch, self._cache)
+        return self._graph.pool()
+
+    def replay(self, token_ids: Ids, host: HostPlan) -> torch.Tensor:
+        """Logits of the rows that are not there to fill up; overwritten by the next step."""
+        filling = self._num_rows - len(token_ids)
+        arrays = [
+            np.pad(array, (0, filling), constant_values=value)
+            for array, value in (
+                (token_ids, 0),
+                (host.positions, 0),
+                (host.write_slots, self._spare_slot),
+                (host.single_pages, 0),
+                (host.single_lengths, 0),
+            )
+        ]
+        self._staging.put([*arrays, host.pages], self._integers)
+        self._graph.replay()
+        return self._logits[: len(token_ids)]
+
+
+def _batch(ids: torch.Tensor, rows: torch.Tensor, plan: PagedPlan) -> ForwardBatch:
+    from sgl.runtime.model_runner import ForwardBatch
+
+    return ForwardBatch(token_ids=ids, positions=plan.positions, logit_rows=rows, attention=plan)
