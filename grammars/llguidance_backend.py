@@ -85,12 +85,12 @@ class Backend:
             for token_id in range(min(known, vocab_size))
             if not self.tokenizer.is_special_token(token_id)
         }
-        self.vocabulary = Vocabulary(tokens, vocab_size, eos_ids, self.tokenizer.tokenize_bytes)
         self.specials = {
             text: token_id
             for text, token_id in _added_tokens(tokenizer_json).items()
             if token_id < vocab_size and token_id not in eos_ids and self.tokenizer.is_special_token(token_id)
         }
+        self.vocabulary = Vocabulary(tokens, vocab_size, eos_ids, self.tokenizer.tokenize_bytes, self.specials)
         self.parser_limits = llguidance.LLParserLimits(
             initial_lexer_fuel=int(limits.max_compile_s * _FUEL_PER_S),
             step_lexer_fuel=int(limits.max_compile_s * _FUEL_PER_S),
