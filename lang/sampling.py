@@ -97,6 +97,8 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, fo
         frequency_penalty, presence_penalty: in [-2, 2], over the tokens generated so far.
         repetition_penalty: in (0, 2]; 1.0 switches it off.
         logit_bias: pairs of token id and a number in [-100, 100] that is added to its logit.
+        max_reasoning_tokens: most tokens of the reasoning, exactly: then its end marker comes. Needs a model that
+            reasons, or the name of a format (`reasoning`); `None` is unlimited.
         seed: makes this generation reproducible on its own; `None` draws from the engine's seed.
         stop: strings that end the generation; trimmed from the value unless `no_stop_trim`.
         stop_token_ids: token ids that end the generation, besides the model's own.
@@ -140,6 +142,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, fo
     presence_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: tuple[tuple[int, float], ...] = ()
+    max_reasoning_tokens: int | None = None
     seed: int | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
@@ -173,6 +176,8 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, fo
         check_integer("top_k", self.top_k, low=-1)
         if self.top_k == 0:
             raise InvalidParameter("top_k is 0; expected -1 (off) or at least 1", param="top_k")
+        if self.max_reasoning_tokens is not None:
+            check_integer("max_reasoning_tokens", self.max_reasoning_tokens, low=0)
         if self.seed is not None:
             check_integer("seed", self.seed, low=0)
         if self.min_new_tokens > self.max_new_tokens:
@@ -231,7 +236,12 @@ _SWITCHES = (
     "token_healing",
 )
 _GRAMMAR_BACKENDS = ("auto", "llguidance", "xgrammar")
-_ALIASES = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens"}
+_ALIASES = {
+    "max_tokens": "max_new_tokens",
+    "min_tokens": "min_new_tokens",
+    "max_thinking_tokens": "max_reasoning_tokens",
+    "thinking_budget": "max_reasoning_tokens",
+}
 
 
 # --- the door -------------------------------------------------------------------------------------------------------
