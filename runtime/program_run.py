@@ -74,6 +74,7 @@ from sgl.runtime.services import Services
 from sgl.runtime.text.template import template_clock
 from sgl.runtime.text.tokenizer import Piece
 from sgl.runtime.text.transcript import Transcript
+from sgl.runtime.thinking import reasoning_section
 
 
 class ProgramRun:
@@ -451,6 +452,7 @@ class ProgramRun:
 
     def _prepare_gen(self, branch: Branch, node: Gen) -> None:
         constraint = node.constraint
+        reasons = node.reasoning is not None or node.sampling.max_reasoning_tokens is not None
         heals = node.sampling.token_healing and node.sampling.max_new_tokens > 0
 
         def job() -> tuple[list[int], int, CompiledGrammar | None, Seam | None]:
@@ -467,6 +469,12 @@ class ProgramRun:
 
         small = constraint is None and not heals and text_len(branch.transcript.pending_pieces) < SMALL
         self._services.run_job(job, partial(self._guarded, branch, node, self._start_gen), small=small)
+
+    def _after_reasoning(self, branch: Branch, node: Gen, grammar: CompiledGrammar | None) -> CompiledGrammar | None:
+        """The constraint behind the node's reasoning, which has its budget."""
+        template = self._services.tokenizer.chat_template
+        section = reasoning_section(node, branch.transcript.text, template.source if template is not None else None)
+        return grammar if section is None else self._services.compiler.after_reasoning(section, grammar)
 
     def _guarded(
         self, branch: Branch, node: Node, start: Callable[..., None], result: Any, error: SglError | None
