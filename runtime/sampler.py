@@ -6,8 +6,8 @@ constraint; it comes with the plan, filled while that was computed (`masks.py`).
 model itself, before any of it. Called by the engine core between forward and process. Rows are independent: one with
 NaN, without an allowed token, or whose processor fails, fails alone and is reported in its `RowResult`.
 
-A draw is a function of (seed, position): a generator is seeded for each row and step, so that neighbours, batch
-composition and retraction never change it.
+A draw is a function of (seed, position) and the row's logits: a hash of the two is the row's uniform number, so that
+neighbours, batch composition and retraction never change it.
 
 Shapes: R rows of logits, V vocabulary.
 """
@@ -15,7 +15,7 @@ Shapes: R rows of logits, V vocabulary.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import msgspec
@@ -24,12 +24,17 @@ import torch
 from sgl.errors import GenerationError, InvalidLogits, SglError
 from sgl.kernels import registry
 from sgl.kernels.registry import Function, OpFacts
+from sgl.lang.graph import Sampling
 from sgl.runtime.masks import MaskFiller, MaskJob
 from sgl.runtime.plan import Chunk, RowResult, SampleSpec, StepPlan, StepResult
 from sgl.runtime.processors import BUILT_IN, LogitProcessor
 
 _Pairs: TypeAlias = tuple[tuple[int, float], ...]
 _NAN = ("invalid_logits", "the model returned NaN or no finite logit for this row")
+_ROWS_AT_ONCE = 8
+"""Rows whose probabilities are in memory at a time, as doubles."""
+_CANDIDATES = 512
+"""Most probable tokens that are looked at before all are: sorting a large vocabulary costs more than a small model."""
 _DEAD_END = ("constraint_dead_end", "the constraint allows no token here")
 
 
@@ -105,6 +110,8 @@ class Sampler:
         dead = (adjusted.amax(dim=-1) == -torch.inf).tolist()
         is_greedy = [spec.sampling.temperature < 1e-5 for spec in specs]
         greedy = adjusted.argmax(dim=-1).tolist() if any(is_greedy) else []
+        random = [i for i in range(len(specs)) if not (is_greedy[i] or dead[i] or i in failures)]
+        tokens = dict(zip(random, _draw_rows(adjusted, random, specs), strict=True))
         results = []
         for i, (row, spec) in enumerate(drawing):
             if i in failures:
@@ -112,7 +119,7 @@ class Sampler:
             elif dead[i]:
                 results.append(RowResult(sequence=0, failed=_DEAD_END))
             else:
-                token = greedy[i] if is_greedy[i] else _draw_row(adjusted[i], spec)
+                token = greedy[i] if is_greedy[i] else tokens[i]
                 results.append(_described(logits[row, : self.vocab_size], token, spec))
         return results
 
@@ -196,30 +203,86 @@ def _replace(row: torch.Tensor, name: str, processor: Callable[[torch.Tensor], A
     return None
 
 
-def _draw_row(row: torch.Tensor, spec: SampleSpec) -> int:
-    """Draw from one row `[V]` of adjusted logits.
+def _draw_rows(adjusted: torch.Tensor, rows: Sequence[int], specs: Sequence[SampleSpec]) -> list[int]:
+    """Draw a token from each of `rows` of the adjusted logits `[R, V]`.
 
     top-p keeps the smallest set of most probable tokens whose probabilities reach `top_p`, the one that crosses it
     included; min-p keeps those with at least `min_p` times the largest probability. Ties rank by id.
     """
-    sampling = spec.sampling
-    probs, ids = torch.softmax(row.double() / sampling.temperature, dim=-1).sort(descending=True, stable=True)
-    keep = torch.ones_like(probs, dtype=torch.bool)
-    if sampling.top_k > 0:
-        keep[sampling.top_k :] = False
-    if sampling.top_p < 1.0:
-        keep &= probs.cumsum(dim=-1) - probs < sampling.top_p
-    if sampling.min_p > 0.0:
-        keep &= probs >= sampling.min_p * probs[0]
-    keep[0] = True
-    probs = probs * keep
-    generator = torch.Generator().manual_seed(_mix(spec.seed, spec.position))
-    threshold = torch.rand((), generator=generator, dtype=torch.float64).to(probs.device) * probs.sum()
-    index = int(torch.searchsorted(probs.cumsum(dim=-1), threshold, right=True))
-    return int(ids[min(index, int(keep.sum()) - 1)])
+    found: dict[int, int] = {}
+    for is_cut in (False, True):
+        group = [i for i in rows if _is_cut(specs[i].sampling) == is_cut]
+        for first in range(0, len(group), _ROWS_AT_ONCE):
+            some = group[first : first + _ROWS_AT_ONCE]
+            found.update(zip(some, _draw_group(adjusted[some], [specs[i] for i in some], is_cut), strict=True))
+    return [found[i] for i in rows]
 
 
-def _mix(seed: int, position: int) -> int:
-    """A generator seed in which every bit depends on both."""
+def _is_cut(sampling: Sampling) -> bool:
+    """Whether some of the tokens cannot be drawn."""
+    return sampling.top_k > 0 or sampling.top_p < 1.0 or sampling.min_p > 0.0
+
+
+def _draw_group(logits: torch.Tensor, specs: Sequence[SampleSpec], is_cut: bool) -> list[int]:
+    """A token of each row of `[G, V]`; only rows that are cut need their tokens sorted."""
+    temperature = _column([spec.sampling.temperature for spec in specs], logits)
+    uniform = _column([_uniform(spec.seed, spec.position) for spec in specs], logits)
+    probs = torch.softmax(logits.double() / temperature, dim=-1)
+    if not is_cut:
+        return _pick(probs, uniform).flatten().tolist()
+    settings = [spec.sampling for spec in specs]
+    tokens, is_decided = _pick_kept(*_most_probable(probs, _CANDIDATES), probs.shape[-1], uniform, settings)
+    undecided = [i for i, decided in enumerate(is_decided) if not decided]
+    if undecided:  # rows that keep more tokens than were looked at
+        rest, _ = _pick_kept(
+            *_most_probable(probs[undecided], probs.shape[-1]),
+            probs.shape[-1],
+            uniform[undecided],
+            [settings[i] for i in undecided],
+        )
+        for i, token in zip(undecided, rest, strict=True):
+            tokens[i] = token
+    return tokens
+
+
+def _most_probable(probs: torch.Tensor, num: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The `num` most probable tokens of each row, most probable first, ties by id: probabilities and ids."""
+    if num >= probs.shape[-1]:
+        return tuple(probs.sort(dim=-1, descending=True, stable=True))  # type: ignore[return-value]
+    ids = probs.topk(num, dim=-1, sorted=False).indices.sort(dim=-1).values
+    found, order = probs.gather(-1, ids).sort(dim=-1, descending=True, stable=True)
+    return found, ids.gather(-1, order)
+
+
+def _pick_kept(
+    probs: torch.Tensor, ids: torch.Tensor, vocab_size: int, uniform: torch.Tensor, settings: Sequence[Sampling]
+) -> tuple[list[int], list[bool]]:
+    """Cut sorted rows `[G, C]` and pick from what is left; and of each row whether no token that is missing counts."""
+    before = probs.cumsum(dim=-1) - probs
+    top_p = _column([each.top_p if each.top_p < 1.0 else 2.0 for each in settings], probs)  # 2 cuts nothing
+    top_k = _column([each.top_k if each.top_k > 0 else vocab_size for each in settings], probs)
+    min_p = _column([each.min_p for each in settings], probs)
+    keep = (before < top_p) & (probs >= min_p * probs[:, :1])
+    keep &= torch.arange(probs.shape[-1], device=probs.device) < top_k
+    keep[:, 0] = True
+    # A token as probable as the last one that is here may have been left out in its favour.
+    decided = (probs.shape[-1] == vocab_size) | ~(keep & (probs <= probs[:, -1:])).any(dim=-1)
+    return ids.gather(-1, _pick(probs * keep, uniform)).flatten().tolist(), decided.tolist()
+
+
+def _pick(probs: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+    """The column of each row where its running sum passes `uniform` times the whole; `[G, 1]`."""
+    sums = probs.cumsum(dim=-1)
+    picked = torch.searchsorted(sums, uniform * sums[:, -1:], right=True)
+    # Rounding may put the threshold on the sum itself: then it is the last column that has a probability.
+    return torch.minimum(picked, (sums < sums[:, -1:]).sum(dim=-1, keepdim=True))
+
+
+def _column(values: Sequence[float], like: torch.Tensor) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float64, device=like.device)[:, None]
+
+
+def _uniform(seed: int, position: int) -> float:
+    """A number in [0, 1) in which every bit depends on both."""
     data = seed.to_bytes(8, "little") + position.to_bytes(8, "little")
-    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little") >> 1
+    return (int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little") >> 11) / 2**53
