@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import msgspec
 
 from sgl.errors import EmptyPrompt, InternalError, InvalidParameter, SglError
+from sgl.grammars.formats import reasoning_format
 from sgl.grammars.spec import OPTIONS, PARAMETERS, Constraint, constraint_of
 from sgl.lang.graph import (
     DeltaEvent,
@@ -67,11 +68,15 @@ class Opener(Protocol):
 
 
 class Call(msgspec.Struct, frozen=True):
-    """One prompt with what is asked of it; `before` are the ids that stand before the prompt (of a session's turns)."""
+    """One prompt with what is asked of it; `before` are the ids that stand before the prompt (of a session's turns).
+
+    `reasoning` is the format of the model's reasoning, behind which the constraint begins.
+    """
 
     prompt: Prompt
     sampling: Sampling
     constraint: Constraint | None
+    reasoning: str | None = None
     before: tuple[int, ...] = ()
 
     def graph(self) -> Graph:
@@ -81,7 +86,9 @@ class Call(msgspec.Struct, frozen=True):
             nodes.append(Text(id=len(nodes), segments=(LiteralText(self.prompt),)))
         else:
             nodes.append(Tokens(id=len(nodes), token_ids=tuple(self.prompt)))
-        gen = Gen(id=len(nodes), name="text", sampling=self.sampling, constraint=self.constraint)
+        gen = Gen(
+            id=len(nodes), name="text", sampling=self.sampling, constraint=self.constraint, reasoning=self.reasoning
+        )
         num = self.sampling.n
         return Graph(nodes=(*nodes, *([gen] if num == 1 else lower_samples(gen, range(1, num + 1)))))
 
@@ -104,8 +111,8 @@ def make_calls(
     """
     prompts, single = _prompts(prompt, input_ids)
     if isinstance(sampling_params, Mapping) or sampling_params is None:
-        sampling, constraint = _asked(sampling_params or {}, asked, base)
-        calls = [Call(each, sampling, constraint) for each in prompts]
+        what = _asked(sampling_params or {}, asked, base)
+        calls = [Call(each, *what) for each in prompts]
     else:
         params = _as_list("sampling_params", sampling_params)
         if not all(isinstance(each, Mapping) for each in params):
@@ -164,10 +171,14 @@ def _too_many(what: str, most: int) -> InvalidParameter:
     )
 
 
-def _asked(own: Mapping[str, Any], asked: Mapping[str, Any], base: Sampling) -> tuple[Sampling, Constraint | None]:
+def _asked(
+    own: Mapping[str, Any], asked: Mapping[str, Any], base: Sampling
+) -> tuple[Sampling, Constraint | None, str | None]:
     fields = {**{name: value for name, value in asked.items() if value is not None}, **own}
     constraint = _constraint(fields)
-    return sampling_from_mapping(fields, base), constraint
+    reasoning = fields.pop("reasoning", None)
+    name = reasoning_format(reasoning).name if reasoning is not None else None
+    return sampling_from_mapping(fields, base), constraint, name
 
 
 _KINDS = {

@@ -453,7 +453,7 @@ class ProgramRun:
     def _prepare_gen(self, branch: Branch, node: Gen) -> None:
         constraint = node.constraint
         reasons = node.reasoning is not None or node.sampling.max_reasoning_tokens is not None
-        heals = node.sampling.token_healing and node.sampling.max_new_tokens > 0
+        heals = node.sampling.token_healing and node.sampling.max_new_tokens > 0 and not reasons
 
         def job() -> tuple[list[int], int, CompiledGrammar | None, Seam | None]:
             faults = self._services.faults
@@ -463,11 +463,13 @@ class ProgramRun:
             grammar = self._services.compiler.compile(constraint, backend) if constraint is not None else None
             if grammar is not None:
                 self._services.compiler.closer.start(grammar)  # looked for here, off the step loop, and kept
+            if reasons:
+                grammar = self._after_reasoning(branch, node, grammar)
             ids, num_bytes = branch.encode_unit()
             seam = find_seam(self._services.tokenizer, ids, grammar) if heals else None
             return ids, num_bytes, grammar, seam
 
-        small = constraint is None and not heals and text_len(branch.transcript.pending_pieces) < SMALL
+        small = constraint is None and not reasons and not heals and text_len(branch.transcript.pending_pieces) < SMALL
         self._services.run_job(job, partial(self._guarded, branch, node, self._start_gen), small=small)
 
     def _after_reasoning(self, branch: Branch, node: Gen, grammar: CompiledGrammar | None) -> CompiledGrammar | None:
