@@ -31,6 +31,7 @@ from sgl.lang.sampling import check_integer, check_number
 from sgl.lang.sampling import plain as plain
 from sgl.lang.sampling import sampling_from_mapping as sampling_from_mapping
 from sgl.lang.sampling import sampling_values as sampling_values
+from sgl.lang.scoring import method_scores as method_scores
 from sgl.limits import DEFAULT_LIMITS, Limits
 
 PROTOCOL = 1

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from sgl.lang.graph import ChoiceScore, ChoicesMethod
+from sgl.lang.graph import ChoiceScore, ChoicesMethod, method_scores
 
 Path = tuple[int, ...]
 
@@ -130,16 +130,7 @@ def decide(
     complete = [len(values) == len(path) for values, path in zip(logprobs, paths, strict=True)]
     if not all(complete):
         return _decide_among(choices, paths, logprobs, method, complete)
-    match method:
-        case "token_length_normalized":
-            scores = [sum(values) / len(values) for values in logprobs]
-        case "unconditional_likelihood_normalized":
-            scores = [
-                sum(a - b for a, b in zip(values, base, strict=True)) / len(values)
-                for values, base in zip(logprobs, unconditional, strict=True)
-            ]
-        case "greedy_token_selection":
-            scores = _greedy_scores(logprobs)
+    scores = method_scores(method, logprobs, unconditional)
     scale = temperature if temperature > 0 else 1.0
     top = max(scores)
     weights = [math.exp((score - top) / scale) for score in scores]
@@ -181,26 +172,6 @@ def _decide_among(
     for i, score in zip(racing, scored, strict=True):
         scores[i] = score
     return racing[best], tuple(scores)
-
-
-def _greedy_scores(logprobs: Sequence[Sequence[float]]) -> list[float]:
-    """Token by token: the options with the best token at each position stay; the others are out from there on.
-
-    A shorter option is filled up with its mean. The score counts the positions survived first, so that an option that
-    is ruled out later ranks above one ruled out earlier; within these, the mean log-probability ranks.
-    """
-    longest = max(len(values) for values in logprobs)
-    means = [sum(values) / len(values) for values in logprobs]
-    rows = [[*values, *[mean] * (longest - len(values))] for values, mean in zip(logprobs, means, strict=True)]
-    alive = list(range(len(rows)))
-    survived = [0] * len(rows)
-    for position in range(longest):
-        best = max(rows[i][position] for i in alive)
-        alive = [i for i in alive if rows[i][position] == best]
-        for i in alive:
-            survived[i] = position + 1
-    floor = min(means) - 1.0
-    return [mean if i in alive else mean + (survived[i] - longest) * -floor for i, mean in enumerate(means)]
 
 
 def common_length(rows: Sequence[Sequence[int]]) -> int:

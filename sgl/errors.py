@@ -42,6 +42,7 @@ back on the other side. Standard library and msgspec only, so that every room ma
     |   +-- Truncated                    the typed value ended before it was complete; `partial` holds the text
     |   +-- SchemaViolation              a value that was checked after decoding is not valid; `value` holds it
     +-- EngineDead                  503  the worker ended; every open program gets this
+    +-- RemoteError                 502  an API said no, or nothing; `remote_status`, `request_id`, `retryable`
     +-- BenchError                  500  a measurement that cannot be made: a peer that fails, sides that differ
     +-- InternalError               500  a bug of ours
 """
@@ -369,6 +370,13 @@ class EngineDead(SglError):
 
     code = "engine_dead"
     status = 503
+
+
+class RemoteError(SglError):
+    """An API that a program runs on failed (`remote_status` and `request_id` where it answered; `retryable`)."""
+
+    code = "remote_error"
+    status = 502
 
 
 class BenchError(SglError):
