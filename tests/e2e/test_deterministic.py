@@ -21,7 +21,6 @@ import torch
 from sgl.grammars.spec import Constraint, Regex
 from sgl.kernels.native import library
 from sgl.lang.graph import (
-    MAIN_BRANCH,
     Event,
     FailedEvent,
     Fork,
@@ -59,17 +58,17 @@ class Case:
     constraint: Constraint | None = None
 
     def gen(self, id: int, branch: int = 0) -> Gen:
-        return Gen(id=id, branch=branch, name=f"x{branch}", sampling=self.sampling, constraint=self.constraint)
+        return Gen(id=id, branch=branch, name=f"x{id}", sampling=self.sampling, constraint=self.constraint)
 
 
 @dataclass(frozen=True)
 class Way:
-    """A way of computing: options of the engine, what its counters prove, whether requests are forks, how many programs
-    are open at the same time, and how often all are run."""
+    """A way of computing: options of the engine, what its counters prove, how requests become programs, how many of
+    these are open at the same time, and how often all are run."""
 
     options: Mapping[str, object]
     proof: Callable[[Stats], bool]
-    forked: bool = False
+    form: str = "single"
     wave: int = 100
     rounds: int = 1
 
@@ -79,8 +78,10 @@ WAYS = {
     "batched": Way({"disable_radix_cache": True}, lambda s: s.forwards < s.requests),
     "cached": Way({}, lambda s: s.cached_tokens > 0.65 * s.prompt_tokens, rounds=2),
     "chunked": Way({"chunked_prefill_size": 24}, lambda s: s.prefill_tokens / s.forwards < 24),
-    "forked": Way({}, lambda s: s.programs < s.requests and s.cached_tokens > s.prefill_tokens, forked=True),
+    "forked": Way({}, lambda s: s.programs < s.requests and s.cached_tokens > s.prefill_tokens, form="forked"),
 }
+IN_TURNS = Way({}, lambda s: s.programs < s.requests and s.cached_tokens > s.prefill_tokens, form="turns")
+TURNS = 3
 UNDER_PRESSURE = {
     "retracted": Way(
         {"max_total_tokens": 130, "schedule_conservativeness": 0.001},
@@ -157,23 +158,23 @@ class Bench:
             )
         runner = Watching(self.model, self.checkpoint.config, config)
         runner.seen = self.seen
-        places: dict[tuple[int, int], int] = {}  # (program, branch) -> case
+        places: dict[tuple[int, int], int] = {}  # (program, node) -> case
         found: dict[int, Outcome] = {}
 
         def emit(program: int, event: Event) -> None:
             assert not isinstance(event, FailedEvent), event
             if isinstance(event, ValueEvent):
-                found[places[program, event.branch]] = (event.value, event.token_ids, event.finish, event.logprobs)
+                found[places[program, event.node]] = (event.value, event.token_ids, event.finish, event.logprobs)
 
         core = EngineCore(config, self.tokenizer, runner, Sampler(self.tokenizer.vocab_size), emit=emit)
         programs = count()
         for _ in range(way.rounds):
             found.clear()
-            plans = forks(cases) if way.forked else singles(cases)
+            plans = FORMS[way.form](cases)
             while wave := list(islice(plans, way.wave)):
-                for cases_by_branch, graph in wave:
+                for case_of_node, graph in wave:
                     program = next(programs)
-                    places.update({(program, branch): case for branch, case in cases_by_branch.items()})
+                    places.update({(program, node): case for node, case in case_of_node.items()})
                     core.open(program, ProgramOptions())
                     core.submit(program, graph, finish=True)
                 while core.has_work:
@@ -186,7 +187,7 @@ class Bench:
 def singles(cases: Sequence[Case]) -> Iterator[tuple[dict[int, int], Graph]]:
     """A program for each case."""
     for index, case in enumerate(cases):
-        yield {MAIN_BRANCH: index}, Graph(nodes=(Tokens(id=0, token_ids=case.ids), case.gen(1)))
+        yield {1: index}, Graph(nodes=(Tokens(id=0, token_ids=case.ids), case.gen(1)))
 
 
 def forks(cases: Sequence[Case]) -> Iterator[tuple[dict[int, int], Graph]]:
@@ -195,13 +196,47 @@ def forks(cases: Sequence[Case]) -> Iterator[tuple[dict[int, int], Graph]]:
     for index, case in enumerate(cases):
         stems.setdefault(case.ids[: case.stem], []).append(index)
     for stem, members in stems.items():
-        branches = dict(enumerate(members, start=1))
-        nodes: list[Node] = [Tokens(id=0, token_ids=stem), Fork(id=1, children=tuple(branches))]
-        for branch, index in branches.items():
+        nodes: list[Node] = [
+            Tokens(id=0, token_ids=stem),
+            Fork(id=1, children=tuple(range(1, len(members) + 1))),
+        ]
+        case_of_node = {}
+        for branch, index in enumerate(members, start=1):
             case = cases[index]
             nodes.append(Tokens(id=len(nodes), branch=branch, token_ids=case.ids[case.stem :]))
+            case_of_node[len(nodes)] = index
             nodes.append(case.gen(len(nodes), branch))
-        yield branches, Graph(nodes=tuple(nodes))
+        yield case_of_node, Graph(nodes=tuple(nodes))
+
+
+def turns(cases: Sequence[Case]) -> Iterator[tuple[dict[int, int], Graph]]:
+    """A program for every few cases: each one's ids and generation behind those before it."""
+    for first in range(0, len(cases), TURNS):
+        nodes: list[Node] = []
+        case_of_node = {}
+        for index, case in enumerate(cases[first : first + TURNS], start=first):
+            nodes.append(Tokens(id=len(nodes), token_ids=case.ids))
+            case_of_node[len(nodes)] = index
+            nodes.append(case.gen(len(nodes)))
+        yield case_of_node, Graph(nodes=tuple(nodes))
+
+
+FORMS = {"single": singles, "forked": forks, "turns": turns}
+
+
+def check_resubmitted(bench: Bench, cases: Sequence[Case]) -> None:
+    """Every generation of programs of several turns, sent again as a plain request with all that stood before it."""
+    outcomes, differing = bench.run(IN_TURNS, cases)
+    assert not differing
+    plain: list[Case] = []
+    state: tuple[int, ...] = ()
+    for index, (case, (_, token_ids, *_)) in enumerate(zip(cases, outcomes, strict=True)):
+        before = state if index % TURNS else ()
+        plain.append(replace(case, ids=(*before, *case.ids)))
+        state = (*before, *case.ids, *token_ids)
+    num_contexts = len(bench.seen)
+    assert bench.run(WAYS["batched"], plain) == (outcomes, [])
+    assert len(bench.seen) == num_contexts, "the very contexts that the programs were in"
 
 
 KINDS: tuple[tuple[Mapping[str, Any], str | None], ...] = (
@@ -240,6 +275,7 @@ def test_toy_model_1000_requests() -> None:
     alone, _ = outcomes["alone"]
     assert outcomes == {name: (alone, []) for name in WAYS}
     assert len(bench.seen) > 1500, "contexts, most of them met in every way"
+    check_resubmitted(bench, cases)
     drawn = [Sampling(**options).temperature > 0 for options, _ in KINDS]
     others = [
         replace(c, sampling=msgspec.structs.replace(c.sampling, seed=index + 10_000)) for index, c in enumerate(cases)
@@ -293,6 +329,7 @@ def test_smollm2_prompts(num_topics: int, new_tokens: int) -> None:
     alone, _ = outcomes["alone"]
     assert outcomes == {name: (alone, []) for name in outcomes}
     assert len(bench.seen) == 2 * num_topics * new_tokens
+    check_resubmitted(bench, cases)
 
 
 needs_compiler = pytest.mark.skipif(library.compiler() is None, reason="there is no C++ compiler")
