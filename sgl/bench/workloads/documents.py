@@ -9,7 +9,7 @@ import sgl
 from sgl.bench.workloads.base import Call, forced, workload
 from sgl.bench.workloads.draw import WORDS, Draw
 
-_CHARACTER = (
+CHARACTER_PATTERN = (
     r"\{\n"
     r'    "name": "[a-z]{1,16}",\n'
     r'    "house": "(Gryffindor|Slytherin|Ravenclaw|Hufflepuff)",\n'
@@ -52,7 +52,7 @@ def json_jump_forward(draw: Draw) -> list[Call]:
     calls = []
     for _ in range(draw.num(25)):
         question = f"{draw.exactly(12)} is a character in a book. Fill in the form.\nForm:\n"
-        calls.append(Call(fill_form, {"text": question, "pattern": _CHARACTER}))
+        calls.append(Call(fill_form, {"text": question, "pattern": CHARACTER_PATTERN}))
     for _ in range(draw.num(25)):
         page = f"{draw.text(1000, 3000)}\nFill in the form about the city of this page.\nForm:\n"
         calls.append(Call(fill_form, {"text": page, "pattern": _CITY}))
