@@ -8,6 +8,7 @@ reading is the states' (`state`, `async_state`). Each branch holds no thread.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import Literal
@@ -183,8 +184,9 @@ class BranchState:
             reasoning=expr.reasoning,
             tools=expr.toolbox.specs() if expr.toolbox is not None else (),
         )
+        inside = self._starts_inside(expr.reasoning)
         if sampling.n == 1:
-            single = Capture(name, self.number, location, expr.form, expr.reasoning, expr.toolbox)
+            single = Capture(name, self.number, location, expr.form, expr.reasoning, expr.toolbox, inside)
             self._capture(node, single, expr.list_append)
             if expr.reasoning is not None:
                 self._put(f"{name}{REASONING}", Reasoning(single), expr.list_append)
@@ -193,13 +195,22 @@ class BranchState:
         for each in lower_samples(node, self.program.new_branches(sampling.n)):
             capture = None
             if isinstance(each, Gen):
-                capture = Capture(name, each.branch, location, expr.form, expr.reasoning, expr.toolbox)
+                capture = Capture(name, each.branch, location, expr.form, expr.reasoning, expr.toolbox, inside)
                 samples.append(capture)
             self.program.append(each, capture)
         self._put(name, Gathered(list[Variable](samples)), expr.list_append)
         if expr.reasoning is not None:
             thoughts: list[Variable] = [Reasoning(sample) for sample in samples]
             self._put(f"{name}{REASONING}", Gathered(thoughts), expr.list_append)
+
+    def _starts_inside(self, reasoning: str | None) -> bool | None:
+        """Whether the text that the program wrote last has opened the reasoning; `None` where it says nothing of it."""
+        if reasoning is None:
+            return None
+        from sgl.grammars.formats import is_open, reasoning_format
+
+        written = list(itertools.takewhile(lambda part: isinstance(part, str), reversed(self.history())))
+        return is_open(reasoning_format(reasoning), "".join(map(str, reversed(written)))) or None
 
     def _append_select(self, expr: SelectExpr, location: SourceLocation | None) -> None:
         name = self._name(expr)

@@ -48,9 +48,21 @@ class Capture:
         form: how its text becomes a typed value; `None` when it is text and nothing else.
         reasoning: the format of the reasoning in what is generated, which is no part of its text then.
         toolbox: the tools that it may call.
+        starts_inside: the text before it has opened the reasoning; `None` leaves that to the format.
     """
 
-    __slots__ = ("_message", "branch", "event", "form", "location", "name", "node", "reasoning", "toolbox")
+    __slots__ = (
+        "_message",
+        "branch",
+        "event",
+        "form",
+        "location",
+        "name",
+        "node",
+        "reasoning",
+        "starts_inside",
+        "toolbox",
+    )
 
     def __init__(
         self,
@@ -60,8 +72,10 @@ class Capture:
         form: Form | None = None,
         reasoning: str | None = None,
         toolbox: Toolbox | None = None,
+        starts_inside: bool | None = None,
     ) -> None:
         self.reasoning = reasoning
+        self.starts_inside = starts_inside
         self.toolbox = toolbox
         self._message: Message | None = None
         self.name = name
@@ -80,20 +94,20 @@ class Capture:
     def message(self) -> Message:
         """What was generated, taken apart into reasoning and answer."""
         if self._message is None:
-            self._message = reading(self.reasoning).parse(self.done.value)
+            self._message = self.parser().parse(self.done.value)
         return self._message
+
+    def parser(self) -> StreamParser:
+        """What takes the generated text apart, in any pieces."""
+        from sgl.grammars.formats import message_parser, reasoning_format
+
+        fmt = reasoning_format(self.reasoning) if self.reasoning is not None else None
+        return message_parser(reasoning=fmt, starts_inside=self.starts_inside)
 
     @property
     def done(self) -> ValueEvent:
         """Its event, once it is there."""
         return cast(ValueEvent, self.event)
-
-
-def reading(reasoning: str | None) -> StreamParser:
-    """What takes generated text apart by the format of its reasoning."""
-    from sgl.grammars.formats import message_parser, reasoning_format
-
-    return message_parser(reasoning=reasoning_format(reasoning) if reasoning is not None else None)
 
 
 def waker() -> tuple[Callable[[], None], asyncio.Event]:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 
 from sgl.errors import InvalidParameter, InvalidProgram, SglError, SourceLocation
+from sgl.grammars.formats import message_parser, reasoning_format
 from sgl.lang import passes
 from sgl.lang.backend import Backend, Session
 from sgl.lang.checks import check
@@ -252,6 +253,8 @@ class CompiledRun:
         self._session: Session | None = None
         self._changed = threading.Condition()
         self._values: dict[tuple[int, str], ValueEvent] = {}
+        gens = [node for node in graph.nodes if isinstance(node, Gen)]
+        self._reasoning = {(node.branch, node.name): node.reasoning for node in gens if node.reasoning is not None}
         self._end: DoneEvent | FailedEvent | None = None
 
     def __repr__(self) -> str:
@@ -321,7 +324,9 @@ class CompiledRun:
         return found
 
     def _value(self, variable: Var) -> str:
-        return self._values[variable.branch, variable.name].value
+        value = self._values[variable.branch, variable.name].value
+        reasoning = self._reasoning.get((variable.branch, variable.name))
+        return message_parser(reasoning=reasoning_format(reasoning)).parse(value).content if reasoning else value
 
     def _meta(self, output: Output, name: str) -> Any:
         if isinstance(output, ListOutput):

@@ -78,10 +78,14 @@ class GenExpr(Expr, Generic[T_co]):
     toolbox: Toolbox | None = None
 
     def sampling(self, base: Sampling) -> Sampling:
-        """The fields given here over those of the run; the stops of the value's form come on top."""
+        """The fields given here over those of the run; the stops of the value's form come on top.
+
+        Not where reasoning comes first: they would end it.
+        """
         values = dict(self.given)
         stops = values.get("stop", base.stop)
-        extra = tuple(stop for stop in self.form.stops if stop not in stops) if self.form is not None else ()
+        own = self.form.stops if self.form is not None and self.reasoning is None else ()
+        extra = tuple(stop for stop in own if stop not in stops)
         return msgspec.structs.replace(base, **(values | {"stop": stops + extra} if extra else values))
 
     def with_seed(self, seed: int) -> Self:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import replace
 from typing import Any, Literal, TypeVar, Unpack, overload
 
-from sgl.errors import InvalidParameter, Unsupported
+from sgl.errors import InvalidParameter
 from sgl.grammars.spec import Constraint
 from sgl.lang.arguments import (
     SamplingArguments,
@@ -377,11 +377,10 @@ def separate_reasoning(expr: Expr | None = None, model_type: str | None = None) 
 
     Args:
         model_type: the format of the reasoning: a name of `sgl.grammars.formats.REASONING_FORMATS`, such as
-            `deepseek-r1`, `qwen3`, `gpt-oss`.
+            `deepseek-r1`, `qwen3`, `gpt-oss`. A constraint (or `type`) then holds for the answer behind the reasoning.
 
     Raises:
         InvalidParameter: no such format.
-        Unsupported: a generation with a constraint, which would hold for its reasoning too.
 
     Example:
         >>> import sgl
@@ -405,12 +404,6 @@ def separate_reasoning(expr: Expr | None = None, model_type: str | None = None) 
     def separated(item: str | Expr) -> str | Expr:
         if not isinstance(item, GenExpr):
             return item
-        if item.constraint is not None:
-            raise Unsupported(
-                f"{item.name!r} has a constraint, which would hold for its reasoning too",
-                hint="let it reason freely, and constrain another generation after it",
-                param="expr",
-            )
         return replace(item, reasoning=fmt)
 
     return ExprList(tuple(separated(item) for item in items_of(expr)) if expr is not None else ())

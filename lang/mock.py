@@ -255,7 +255,8 @@ class MockSession(GraphSession[RenderedState]):
                 self.emit(DeltaEvent(node.id, branch.id, node.name, piece, tuple(islice(ids, 1))))
         token_ids = self._ids(prompt, text)
         if node.reasoning is not None:
-            answer = message_parser(reasoning=reasoning_format(node.reasoning)).parse(text).content
+            fmt = reasoning_format(node.reasoning)
+            answer = message_parser(reasoning=fmt, prompt=before).parse(text).content
             prompt.add_generated(answer)
         else:
             prompt.add_generated(text, token_ids)

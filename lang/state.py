@@ -336,7 +336,7 @@ class ProgramState(StateBase, Generic[R_co]):
             ... def sums(s, question):
             ...     s += sgl.system(sgl.tool_prompt([add])) + sgl.user(question)
             ...     return s.tools([add])
-            >>> call = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call>'
+            >>> call = '<tool_call>{"name": "add", "arguments": {"a": 2, "b": 3}}</tool_call>'
             >>> state = sums.run("2 + 3?", backend=sgl.MockBackend([call, "It is 5."]))
             >>> state.ret_value, [result.value for result in state["answer_calls"]]
             ('It is 5.', [5])

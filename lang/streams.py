@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from sgl.errors import InvalidProgram, SourceLocation
 from sgl.grammars.formats.events import ContentDelta, ReasoningDelta
-from sgl.lang.capture import Capture, reading, waker
+from sgl.lang.capture import Capture, waker
 from sgl.lang.graph import (
     DeltaEvent,
     DoneEvent,
@@ -256,7 +256,7 @@ class Cursor:
         self._wants_reasoning = isinstance(found, Reasoning)
         self._capture = found.capture if isinstance(found, Reasoning) else found
         if self._capture is not None and self._capture.reasoning is not None:
-            self._parser = reading(self._capture.reasoning)
+            self._parser = self._capture.parser()
 
     def _piece(self, event: Event) -> Piece | None:
         if self._name is None:

@@ -53,6 +53,7 @@ from sgl.lang.interpreter import Program, user_location
 from sgl.lang.outputs import ListOutput, Output, TextOutput
 from sgl.lang.passes import merge_text
 from sgl.lang.state import ProgramState
+from sgl.lang.variables import texts
 
 if TYPE_CHECKING:
     from sgl.lang.function import SglFunction
@@ -344,11 +345,8 @@ def _resolved(nodes: Iterable[Node], markers: Markers) -> Graph:
 def _outputs(state: ProgramState, markers: Markers) -> dict[str, Output]:
     """Every variable of a state; what is not made of texts is left out."""
     found = {}
-    for name in state._core.names():
-        try:
-            output = _output(state.get_var(name), markers)
-        except SglError:  # a value of a type of its own, which needs the text
-            continue
+    for name, variable in state._core.names().items():
+        output = _output(texts(variable), markers)
         if output is not None:
             found[name] = output
     return found

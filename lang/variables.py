@@ -97,6 +97,19 @@ def resolve(variable: Variable) -> Any:
             return [resolve(item) for item in variable.variables]
 
 
+def texts(variable: Variable) -> Any:
+    """`resolve`, with texts in the place of typed values; `None` for reasoning, which is a part of another text."""
+    match variable:
+        case Capture():
+            return variable.done.value
+        case Gathered():
+            return [texts(item) for item in variable.variables]
+        case Reasoning():
+            return None
+        case _:
+            return resolve(variable)
+
+
 def typed(variable: Variable) -> Any:
     """What `s.value(name)` gives: the value as what it is, where its generation has a type.
 

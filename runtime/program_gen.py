@@ -171,7 +171,8 @@ class Drawing:
         """What the state keeps of a value with reasoning in it; `None` when that is everything."""
         if self.node.reasoning is None:
             return None
-        answer = message_parser(reasoning=reasoning_format(self.node.reasoning)).parse(value).content
+        prompt = self.branch.transcript.text  # which may have opened the reasoning
+        answer = message_parser(reasoning=reasoning_format(self.node.reasoning), prompt=prompt).parse(value).content
         return answer if answer != value else None
 
     def _without_reasoning(self, answer: str) -> Usage:

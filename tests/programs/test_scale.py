@@ -51,7 +51,8 @@ def test_10_000_live_states_each_with_a_token(roomy: Engine) -> None:
     def program(s):
         s += "A prefix that all share. "
         forks = s.fork(10_000)
-        forks += sgl.gen("x", max_tokens=2, ignore_eos=True)
+        # Each says something else first: equal states would share even what they generate.
+        forks += lambda i: f"{i:04} " + sgl.gen("x", max_tokens=2, ignore_eos=True)
         threads = threading.active_count()
         values = [fork["x"] for fork in forks]
         stats = roomy.stats()

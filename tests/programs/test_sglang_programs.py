@@ -189,6 +189,28 @@ def test_9_react_extends_the_cached_prefix(smollm2: Engine) -> None:
         assert after["cached_tokens"] >= reached - 1, "all of the steps before; the last token at most is healed"
 
 
+def test_9_real_functions_as_tools(smollm2: Engine) -> None:
+    seen: list[tuple[int, int]] = []
+
+    def multiply(a: int, b: int) -> int:
+        """Multiply two integers."""
+        seen.append((a, b))
+        return a * b
+
+    @sgl.function
+    def program(s, question):
+        s += sgl.system(sgl.tool_prompt([multiply])) + sgl.user(question)
+        return s.tools([multiply], tool_choice="multiply", max_rounds=1, max_tokens=48)
+
+    state = program.run("What is 17 times 3?", backend=smollm2, **GREEDY)
+    (result,) = state["answer_calls"]
+    assert seen == [(result.call.arguments["a"], result.call.arguments["b"])], "integers, by the constraint"
+    assert result.value == seen[0][0] * seen[0][1]
+    told = state.messages()[3]["content"]
+    assert told == f"<tool_response>\n{result.content}\n</tool_response>"
+    assert "<tool_call>" not in state.ret_value, "the last round has to answer"
+
+
 @sgl.function
 def skeleton(s, num):
     s += "Tips for a long and healthy life, in a few words each:\n"

@@ -11,7 +11,7 @@ from typing import Literal
 import pytest
 
 import sgl
-from sgl.errors import InvalidParameter, InvalidProgram, ToolError, Unsupported, UnsupportedSchema
+from sgl.errors import InvalidParameter, InvalidProgram, ToolError, UnsupportedSchema
 from sgl.grammars.spec import StructuralTag
 from sgl.lang.graph import Gen
 
@@ -190,8 +190,26 @@ def test_wrong_reasoning():
     for wrong in ({"model_type": None}, {"model_type": "no such"}, {"expr": "text"}):
         with pytest.raises(InvalidParameter):
             sgl.separate_reasoning(**{"expr": sgl.gen("x"), "model_type": "qwen3", **wrong})
-    with pytest.raises(Unsupported, match="constraint"):
-        sgl.separate_reasoning(sgl.gen("x", regex="a"), "qwen3")
+
+
+def test_reasoning_that_the_program_has_opened_and_types_behind_it():
+    @sgl.function
+    def program(s):
+        s += "2 + 2? <think>" + sgl.separate_reasoning(sgl.gen("sum", type=int), model_type="qwen3")
+
+    state = program.run(backend=sgl.MockBackend(["Two twos.</think>4"]), stream=True)
+    assert (state["sum"], state["sum_reasoning_content"]) == (4, "Two twos.")
+    assert "".join(state.text_iter("sum_reasoning_content")) == "Two twos."
+
+
+def test_compiled_programs_have_the_texts_of_typed_values_and_no_reasoning():
+    @sgl.function
+    def program(s, question):
+        s += question + sgl.gen("n", type=int) + " "
+        s += sgl.separate_reasoning(sgl.gen("x"), model_type="qwen3")
+
+    run = program.compile().run(question="?", backend=sgl.MockBackend(["7", "<think>a</think>b"]))
+    assert (run["n"], run["x"], run.text()) == ("7", "b", "?7 b")
 
 
 # --- templates ---
