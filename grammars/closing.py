@@ -103,10 +103,12 @@ class Closer:
                 if token_id is None:
                     token_id = next((i for i, _ in self._candidates(self._row(matcher)) if matcher.accept(i)), None)
                     drawn += 1
-                chosen += not forced
-                if token_id is None or drawn > _MAX_DRAWN or chosen > _MAX_CHOSEN:
+                if token_id is None:
                     return None
                 path.append(token_id)
+                chosen += not forced
+                if drawn > _MAX_DRAWN or chosen > _MAX_CHOSEN:
+                    return None
             return path if matcher.is_complete() else None
         finally:
             matcher.rollback(len(path))

@@ -79,6 +79,10 @@ def test_what_is_longer_than_asked_for_is_not_found() -> None:
     grammar = COMPILER.compile(Regex("[xy]{9}"))
     assert COMPILER.closer.find(grammar.matcher(), 8) is None
     assert len(COMPILER.closer.find(grammar.matcher(), 9) or ()) == 9
+    endless = COMPILER.compile(Regex("[a-z]{2,}7")).matcher()
+    assert COMPILER.closer.find(endless, 4096) is not None, "though a greedy walk goes in circles"
+    assert endless.stop_reason() is StopReason.NOT_STOPPED
+    assert endless.validate_tokens(WORLD.encode("7")) == 0, "left as it was"
     assert COMPILER.closer.start(grammar) is COMPILER.closer.start(grammar), "looked for once"
 
 
