@@ -45,6 +45,8 @@ if TYPE_CHECKING:
     from sgl.runtime.loading.placing import Blocks
 
 _DUMMY_SEED = 20250101
+_DUMMY_DRAWN = 2**24 - 3
+"""Numbers drawn for one matrix at most; no multiple of a row's length, so that rows differ."""
 _GGUF_NAMES = {
     "token_embd": "model.embed_tokens",
     "output_norm": "model.norm",
@@ -208,15 +210,18 @@ def open_checkpoint(source: ModelSource, override: str | None = None) -> Checkpo
 
 
 def _dummy_tensors(expected: dict[str, tuple[int, ...]]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Random weights, the same on every machine and in every run: norms of ones, matrices of unit gain."""
+    """Random weights, the same on every machine and in every run: norms of ones, matrices of unit gain. A large matrix
+    repeats its first numbers: a model of billions would take minutes to draw."""
     import torch
 
     generator = torch.Generator().manual_seed(_DUMMY_SEED)
     for name, shape in sorted(expected.items()):
         if len(shape) == 1:
             yield name, torch.ones(shape) if name.endswith("norm.weight") else torch.zeros(shape)
-        else:
-            yield name, torch.randn(shape, generator=generator) * shape[-1] ** -0.5
+            continue
+        size = math.prod(shape)
+        drawn = torch.randn(min(size, _DUMMY_DRAWN), generator=generator) * shape[-1] ** -0.5
+        yield name, drawn.repeat(-(-size // len(drawn)))[:size].view(shape)
 
 
 def _gguf_tensors(

@@ -1,4 +1,4 @@
-"""The ways our engine can compute one model on a CPU, by name: what `sgl bench quality` and `throughput` go through.
+"""The ways our engine can compute one model, by name: what `sgl bench quality` and `throughput` go through.
 
 Owns the table. A path is a few fields of `EngineConfig`; which of them a model and a machine allow, the engine says
 when it starts, and a bench reports that in the path's row.
@@ -43,6 +43,8 @@ PATHS: dict[str, EnginePath] = {
         _path("native", "bfloat16", "gguf"),
         _path("native", "bfloat16", "int8"),
         _path("native", "bfloat16", "int4"),
+        _path("triton", "float32"),
+        _path("triton", "bfloat16"),
     )
 }
 

@@ -5,8 +5,9 @@ computed once and then found in the prefix cache, so that a sample is decoding: 
 at its first token. It is repeated until it lasts `TURN_S`, and the load of the cores is read around it; a sample that
 others disturbed is marked, and does not count as long as there is another.
 
-Bytes are what a step must read, not what a counter saw: all weights once, and keys and values of every row. A path that
-the model or the machine does not allow has the engine's reason in its place, and no cells.
+Bytes are what a step must read, not what a counter saw: all weights once, and keys and values of every row. On a GPU
+the rate of a large copy is measured beside, and says how quick a step could be (its floor). A path that the model or
+the machine does not allow has the engine's reason in its place, and no cells.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Any
 
 import msgspec
 
+from sgl.bench.ceilings import Ceilings, measure_ceilings
 from sgl.bench.harness import PairPlan, wait_for_quiet
 from sgl.bench.load import Fault, ProcSampler, Sampler, between, judge
 from sgl.bench.paths import EnginePath, chosen_paths
@@ -74,6 +76,7 @@ class ThroughputReport(msgspec.Struct, frozen=True, kw_only=True):
     provenance: Provenance
     plan: PairPlan
     new_tokens: int
+    ceilings: Ceilings | None
     paths: tuple[PathRun, ...]
     cells: tuple[Cell, ...]
 
@@ -111,6 +114,7 @@ def run(
     cores = os.sched_getaffinity(0)
     sampler = sampler or ProcSampler(cores)
     pool = max(rows) * (max(contexts) + new_tokens) + _SPARE_TOKENS
+    ceilings = None if config.device == "cpu" or not _has_gpu() else measure_ceilings()
     runs: list[PathRun] = []
     cells: list[Cell] = []
     for path in chosen:
@@ -130,9 +134,16 @@ def run(
         provenance=provenance(cores, {}, ()),
         plan=plan,
         new_tokens=new_tokens,
+        ceilings=ceilings,
         paths=tuple(runs),
         cells=tuple(cells),
     )
+
+
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
 
 
 def _measure(

@@ -132,15 +132,20 @@ def _show_throughput(report: ThroughputReport) -> None:
     for way in report.paths:
         details = ", ".join(f"{name} {value}" for name, value in way.resolved.items())
         print(f"{way.path}: {way.unavailable and 'not measured, ' + way.unavailable}{details}")
+    ceilings = report.ceilings
+    if ceilings is not None:
+        rates = f"copy {ceilings.bytes_per_s / 1e12:.3g} TB/s, product {ceilings.flops_per_s / 1e12:.4g} TFLOP/s"
+        print(f"{ceilings.card}: {rates}, in this run")
     print()
     show_table(
-        ("PATH", "ROWS", "CONTEXT", "STEP", "TOKENS/S", "WEIGHTS", "KEYS, VALUES", "CLEAN"),
+        ("PATH", "ROWS", "CONTEXT", "STEP", "FLOOR", "TOKENS/S", "WEIGHTS", "KEYS, VALUES", "CLEAN"),
         [
             (
                 cell.path,
                 str(cell.rows),
                 str(cell.context),
                 f"{cell.step_s * 1e3:.3g} ms",
+                f"{(cell.weight_bytes_per_s + cell.kv_bytes_per_s) / ceilings.bytes_per_s:.1%}" if ceilings else "-",
                 f"{cell.tokens_per_s:.4g}",
                 f"{cell.weight_bytes_per_s / GB:.3g} GB/s",
                 f"{cell.kv_bytes_per_s / GB:.3g} GB/s",
@@ -150,4 +155,5 @@ def _show_throughput(report: ThroughputReport) -> None:
             for cell in report.cells
         ],
     )
-    print("\nmedians of the clean samples; dirty: of all, since none was clean. Bytes are those that a step must read")
+    print("\nmedians of the clean samples; dirty: of all, since none was clean. Bytes are those that a step must read;")
+    print("floor: what reading them at the rate of the copy would take, of the step")
