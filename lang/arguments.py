@@ -59,11 +59,16 @@ def refuse(**given: Any) -> None:
             raise Unsupported(f"{param}={value!r} is not supported yet", hint=f"leave {param} out", param=param)
 
 
+_DEFAULTS = Sampling()
+_UNBOUNDED = Sampling(max_new_tokens=2**31)  # how many tokens at most is not known yet when it comes from the run
+
+
 def sampling_fields(given: dict[str, Any], names: dict[str, str]) -> tuple[tuple[str, Any], ...]:
     """Check the values that were given; errors name the argument as the caller spelt it."""
     given = {key: value for key, value in given.items() if value is not None}
-    # How many tokens at most is not known yet when it comes from the run.
-    base = Sampling(max_new_tokens=2**31) if "max_new_tokens" not in given else Sampling()
+    if not given:
+        return ()
+    base = _UNBOUNDED if "max_new_tokens" not in given else _DEFAULTS
     try:
         values = sampling_values(given)
         msgspec.structs.replace(base, **values)  # checks

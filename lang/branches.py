@@ -172,7 +172,7 @@ class BranchState:
     def _append_gen(self, expr: GenExpr, location: SourceLocation | None) -> None:
         name = self._name(expr)
         sampling = expr.sampling(self.program.sampling)
-        if sampling.seed is None:
+        if sampling.seed is None and self.program.seed is not None:
             sampling = msgspec.structs.replace(sampling, seed=self._seed())
         node = Gen(
             id=0,

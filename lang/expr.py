@@ -86,6 +86,8 @@ class GenExpr(Expr, Generic[T_co]):
         stops = values.get("stop", base.stop)
         own = self.form.stops if self.form is not None and self.reasoning is None else ()
         extra = tuple(stop for stop in own if stop not in stops)
+        if not values and not extra:
+            return base
         return msgspec.structs.replace(base, **(values | {"stop": stops + extra} if extra else values))
 
     def with_seed(self, seed: int) -> Self:
