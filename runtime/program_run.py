@@ -1,9 +1,10 @@
-"""One program while it runs in the engine: branches, pending nodes, values.
+"""One program while it runs in the engine: its nodes, requests and events.
 
-Owns the branches of a program (their text, their queue of nodes, their place in the scheduler as a `Sequence`), the
-values that its generations produced and how far it has come. Does not own pages, the tree or any step: it asks the
-scheduler to fork, truncate, release, and to run requests. Called only from the engine core's thread, except that jobs
-(encoding text, compiling a constraint) may run elsewhere; a branch with a job is busy and nobody touches it meanwhile.
+Owns what a program does: the execution of its nodes, the text and ids of its branches, its requests, its end. Which
+branches there are and what waits for what is `program_flow`'s; what precedes a generation, `program_jobs`'. Does not
+own pages, the tree or any step: it asks the scheduler to fork, truncate, release, and to run requests. Called only from
+the engine core's thread, except that jobs (encoding text, compiling a constraint) may run elsewhere; a branch with a
+job is busy and nobody touches it meanwhile.
 
 A branch executes its nodes in order and stops at one that has to wait: for a value, for a join, for its request. What
 fails ends the whole program: every request is aborted, every page let go, and one `FailedEvent` names the node.
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
@@ -41,7 +42,6 @@ from sgl.lang.graph import (
     HandlesEvent,
     Join,
     JoinedEvent,
-    LiteralText,
     Mark,
     Node,
     ProgramOptions,
@@ -62,19 +62,19 @@ from sgl.runtime.admission import check_generations
 from sgl.runtime.branch import SMALL, Branch, Read, Reply, text_bytes, text_len
 from sgl.runtime.cache_key import CacheKey
 from sgl.runtime.failures import internal_error, typed
-from sgl.runtime.healing import Seam, find_seam
+from sgl.runtime.healing import Seam
 from sgl.runtime.lookahead import path_lengths
 from sgl.runtime.next_use import Lane, next_uses
+from sgl.runtime.program_flow import ProgramFlow, stuck
 from sgl.runtime.program_gen import Drawing
+from sgl.runtime.program_jobs import PrepareGen, encode_options
 from sgl.runtime.program_select import OptionScoring
 from sgl.runtime.selection import Selection, common_length
 from sgl.runtime.sequence import ProgramInfo, Request
 from sgl.runtime.sequence import Sequence as TokenSequence
 from sgl.runtime.services import Services
 from sgl.runtime.text.template import template_clock
-from sgl.runtime.text.tokenizer import Piece
 from sgl.runtime.text.transcript import Transcript
-from sgl.runtime.thinking import reasoning_section
 
 
 class ProgramRun:
@@ -97,16 +97,7 @@ class ProgramRun:
         self._services = services
         self._scheduler = services.scheduler
         self._namespace = CacheKey(salt=options.cache_salt, program=id if services.config.disable_radix_cache else None)
-        self._values: dict[tuple[int, str], str] = {}
-        self._lineage: dict[int, int] = {}  # branch -> parent
-        self._known = {MAIN_BRANCH}  # branches that live after everything submitted
         self._work: dict[int, Drawing | OptionScoring] = {}  # by sequence
-        self._await_value: dict[str, set[int]] = {}  # value's name -> branches whose text names it
-        self._await_branch: dict[int, set[int]] = {}  # child -> branches whose join found it unfinished
-        self._touched: set[int] = set()
-        self._unborn: dict[int, deque[Node | Read]] = {}  # nodes of branches whose fork is still queued
-        self._joining: Counter[int] = Counter()  # branch -> joins that are still queued
-        self._released: set[int] = set()
         self._depth = 0
         self._finish = False
         self._usage = Usage()
@@ -117,15 +108,16 @@ class ProgramRun:
             self._scheduler.new_sequence(self._namespace, owner=self),
             Transcript(services.tokenizer, services.config.rerender, template_clock(options.now)),
         )
-        self._branches = {MAIN_BRANCH: main}
+        self._flow = ProgramFlow(main)
+        self._branches = self._flow.branches
 
     # --- called by the engine core ---
 
     def submit(self, graph: Graph, *, finish: bool) -> None:
         """Queue a fragment and go as far as it goes. Never raises: what is wrong ends the program."""
         try:
-            self._check_handles(graph)
-            validate(graph, self._known)
+            self._flow.check_handles(graph, self._services.epoch)
+            validate(graph, self._flow.known)
             check_generations(graph, self._services.tokenizer.vocab_size, self._services.processors)
             self._take(graph, finish=finish)
         except Exception as error:  # noqa: BLE001 - a bug in one program must not end the others
@@ -133,41 +125,20 @@ class ProgramRun:
 
     def _take(self, graph: Graph, *, finish: bool) -> None:
         self._idle_since = None
-        for node in graph.nodes:
-            if isinstance(node, Fork):
-                self._known.update(node.children)
-                for child in node.children:
-                    self._lineage[child] = node.branch
-            elif isinstance(node, Release):
-                self._known.discard(node.branch)
-            elif isinstance(node, Join):
-                self._joining.update(node.children)
         self._path_lengths.update(path_lengths(graph))
-        by_branch: dict[int, list[Node]] = {}
-        for node in graph.nodes:
-            by_branch.setdefault(node.branch, []).append(node)
-        for branch_id, nodes in by_branch.items():
-            if branch_id in self._branches:
-                self._branches[branch_id].queue.extend(nodes)
-            else:
-                self._unborn.setdefault(branch_id, deque()).extend(nodes)
-        self._touched.update(by_branch)
+        touched = self._flow.take(graph)
         self._finish = self._finish or finish
-        self._advance(by_branch)
+        self._advance(touched)
 
     def read_state(self, branch_id: int, reply: Reply) -> None:
         """Answer with the branch's text once everything queued on it is done."""
-        branch = self._branches.get(branch_id)
-        if branch is not None:
-            branch.queue.append(Read(reply))
-            try:
-                self._advance([branch_id])
-            except Exception as error:  # noqa: BLE001 - a bug in one program must not end the others
-                self._fail_by(error)
-        elif branch_id in self._lineage and branch_id not in self._released:
-            self._unborn.setdefault(branch_id, deque()).append(Read(reply))
-        else:
+        if not self._flow.queue_read(branch_id, Read(reply)):
             reply(None, StateLost(f"branch {branch_id} is not alive", hint="read a state before it is released"))
+            return
+        try:
+            self._advance([branch_id])
+        except Exception as error:  # noqa: BLE001 - a bug in one program must not end the others
+            self._fail_by(error)
 
     def on_request(self, request: Request) -> None:
         """A step gave `request` something."""
@@ -236,13 +207,13 @@ class ProgramRun:
         return self._next_uses.get(sequence.id)
 
     def _foresee(self) -> dict[int, float | None]:
-        values: dict[tuple[int, str], float] = dict.fromkeys(self._values, 0.0)
+        values: dict[tuple[int, str], float] = dict.fromkeys(self._flow.values, 0.0)
         delays: dict[int, float] = {}
         for work in self._work.values():
             delays[work.branch.id] = values[work.branch.id, work.node.name] = float(work.steps_left)
         # The node of a busy branch is out of the queue as soon as it runs, and in front of it while a job prepares it.
         lanes = {id: Lane(tuple(branch.queue), delays.get(id, 0.0)) for id, branch in self._branches.items()}
-        uses = next_uses(lanes, self._unborn, values, self._lineage)
+        uses = next_uses(lanes, self._flow.unborn, values, self._flow.lineage)
         now = self._scheduler.step + 1
         return {
             branch.sequence.id: now + uses[id] if id in uses else (math.inf if self._ends(branch) else None)
@@ -278,8 +249,7 @@ class ProgramRun:
                     break
                 branch.queue.popleft()
                 ready.extend(born)
-            if branch.id in self._await_branch and self._is_joinable(branch.id):
-                ready.extend(sorted(self._await_branch.pop(branch.id)))
+            ready.extend(self._flow.woken_by(branch))
         self._depth -= 1
         if self._depth == 0:  # a job that ran at once advances from within: whoever called it is not done yet
             self._maybe_finish()
@@ -295,17 +265,9 @@ class ProgramRun:
                 text = branch.transcript.text
                 node.reply(StateText(text=text, token_ids=tuple(branch.sequence.token_ids)), None)
             case Text():
-                values = []
-                for segment in node.segments:
-                    if isinstance(segment, LiteralText):
-                        values.append(segment.text)
-                    else:
-                        value = self._lookup(segment.branch, segment.name)
-                        if value is None:
-                            self._await_value.setdefault(segment.name, set()).add(branch.id)
-                            return None
-                        values.append(value)
-                branch.transcript.add_text("".join(values))
+                if (written := self._flow.text_of(branch, node)) is None:
+                    return None
+                branch.transcript.add_text(written)
                 self._stream_text(branch)
             case Role():
                 if node.begin:
@@ -339,35 +301,29 @@ class ProgramRun:
                     self._scheduler.stats.tokenized_bytes -= text_bytes(branch.transcript.pending_pieces)
                 pending = branch.transcript.pending_pieces
                 self._services.run_job(
-                    partial(self._encode_options, branch, node, pending),
+                    partial(encode_options, node, pending, self._services.tokenizer, start=not len(branch.sequence)),
                     partial(self._guarded, branch, node, self._start_select),
                     small=len(node.choices) * text_len(pending) < SMALL,
                 )
             case Fork():
                 self._flush(branch)
                 for child_id in node.children:
-                    child = Branch(child_id, self._scheduler.fork(branch.sequence), branch.transcript.copy())
-                    child.queue.extend(self._unborn.pop(child_id, ()))
-                    self._branches[child_id] = child
-                    self._touched.add(child_id)
+                    sequence = self._scheduler.fork(branch.sequence)
+                    self._flow.bear(Branch(child_id, sequence, branch.transcript.copy()))
                 return node.children
             case Join():
-                # From the last one, which usually ends last: those before it are looked at once, then.
-                unfinished = next((child for child in reversed(node.children) if not self._is_joinable(child)), None)
-                if unfinished is not None:
-                    self._await_branch.setdefault(unfinished, set()).add(branch.id)
+                if not self._flow.joins(branch, node):
                     return None
                 if node.mode == "append":
                     self._append_children(branch, [self._branches[child_id] for child_id in node.children])
-                self._joining.subtract(node.children)
+                self._flow.joined(node)
                 self._services.emit(self.id, JoinedEvent(node=node.id, branch=branch.id))
                 return node.children
             case Release():
-                if self._joining[branch.id]:
-                    return None  # a join that stands before it in the program has yet to read the branch, and wakes it
+                if self._flow.is_read_by_join(branch.id):
+                    return None
                 self._scheduler.release(branch.sequence)
-                self._released.add(branch.id)
-                del self._branches[branch.id]
+                self._flow.bury(branch)
             case Mark():
                 self._flush(branch)
                 branch.marks[node.label] = (list(branch.sequence.token_ids), branch.transcript.copy())
@@ -388,22 +344,6 @@ class ProgramRun:
                     location=node.location,
                 )
         return ()
-
-    def _is_joinable(self, child: int) -> bool:
-        """Whether everything on `child` that stands before its release is done."""
-        branch = self._branches.get(child)
-        if branch is None:
-            return child in self._released
-        return not branch.busy and (not branch.queue or isinstance(branch.queue[0], Release))
-
-    def _lookup(self, branch: int, name: str) -> str | None:
-        """The value `name` as `branch` sees it: its own, or that of a branch it was forked from."""
-        walk: int | None = branch
-        while walk is not None:
-            if (walk, name) in self._values:
-                return self._values[(walk, name)]
-            walk = self._lineage.get(walk)
-        return None
 
     # --- text ---
 
@@ -451,32 +391,8 @@ class ProgramRun:
     # --- generations ---
 
     def _prepare_gen(self, branch: Branch, node: Gen) -> None:
-        constraint = node.constraint
-        reasons = node.reasoning is not None or node.sampling.max_reasoning_tokens is not None
-        heals = node.sampling.token_healing and node.sampling.max_new_tokens > 0 and not reasons
-
-        def job() -> tuple[list[int], int, CompiledGrammar | None, Seam | None]:
-            faults = self._services.faults
-            if faults is not None and constraint is not None:
-                faults.reach("in_compile", self.options.name)
-            backend = None if node.sampling.grammar_backend == "auto" else node.sampling.grammar_backend
-            grammar = self._services.compiler.compile(constraint, backend) if constraint is not None else None
-            if grammar is not None:
-                self._services.compiler.closer.start(grammar)  # looked for here, off the step loop, and kept
-            if reasons:
-                grammar = self._after_reasoning(branch, node, grammar)
-            ids, num_bytes = branch.encode_unit()
-            seam = find_seam(self._services.tokenizer, ids, grammar) if heals else None
-            return ids, num_bytes, grammar, seam
-
-        small = constraint is None and not reasons and not heals and text_len(branch.transcript.pending_pieces) < SMALL
-        self._services.run_job(job, partial(self._guarded, branch, node, self._start_gen), small=small)
-
-    def _after_reasoning(self, branch: Branch, node: Gen, grammar: CompiledGrammar | None) -> CompiledGrammar | None:
-        """The constraint behind the node's reasoning, which has its budget."""
-        template = self._services.tokenizer.chat_template
-        section = reasoning_section(node, branch.transcript.text, template.source if template is not None else None)
-        return grammar if section is None else self._services.compiler.after_reasoning(section, grammar)
+        job = PrepareGen(node, branch, self._services, self.options.name)
+        self._services.run_job(job, partial(self._guarded, branch, node, self._start_gen), small=job.is_small)
 
     def _guarded(
         self, branch: Branch, node: Node, start: Callable[..., None], result: Any, error: SglError | None
@@ -513,13 +429,6 @@ class ProgramRun:
         self._run(Drawing(node, branch, grammar, self._services, self.options, seed=seed, seam=seam))
 
     # --- selects ---
-
-    def _encode_options(
-        self, branch: Branch, node: Select, pending: Sequence[Piece]
-    ) -> tuple[Selection, list[int], int]:
-        start = not branch.sequence.token_ids
-        unit, encoded = self._services.tokenizer.encode_continuations(pending, node.choices, start)
-        return Selection(unit, encoded), unit, text_bytes(pending)
 
     def _start_select(
         self, branch: Branch, node: Select, selection: Selection, unit: list[int], num_bytes: int
@@ -575,10 +484,10 @@ class ProgramRun:
         """A value exists: tell the client, and go on with the branch and with whoever waited for it."""
         self._usage += event.usage
         event = msgspec.structs.replace(event, latency_s=self._services.now() - branch.started_at)
-        self._values[(branch.id, node.name)] = event.value
+        woken = self._flow.put(branch, node.name, event.value)
         self._services.emit(self.id, event)
         branch.busy = False
-        self._advance({branch.id, *self._await_value.pop(node.name, ())})
+        self._advance({branch.id, *woken})
 
     def _append_children(self, branch: Branch, children: Sequence[Branch]) -> None:
         """Join by appending: the text of each child since the fork goes on on the parent.
@@ -601,14 +510,6 @@ class ProgramRun:
         data = f"{self._services.config.random_seed}:{self.id}:{node}".encode()
         return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little") >> 1
 
-    def _check_handles(self, graph: Graph) -> None:
-        for handle in graph.handles:
-            if handle.epoch != self._services.epoch:
-                raise StateLost("the state handle belongs to another run of the engine", hint="run the program again")
-            branch = self._branches.get(handle.branch)
-            if branch is None or len(branch.sequence) != handle.length:
-                raise StateLost(f"the state of branch {handle.branch} is gone", hint="run the program again")
-
     def _maybe_finish(self) -> None:
         if self.ended or any(branch.busy for branch in self._branches.values()):
             return
@@ -616,16 +517,16 @@ class ProgramRun:
             if branch.queue:  # nothing runs that could ever let it go on
                 node = branch.queue[0]
                 self._failed_at = (None if isinstance(node, Read) else node.id, branch.id)
-                self.fail(_stuck(node))
+                self.fail(stuck(node))
                 return
-        if self._unborn:
-            self.fail(InvalidProgram(f"nodes on branches that nothing forks: {sorted(self._unborn)}"))
+        if unborn := self._flow.unborn:
+            self.fail(InvalidProgram(f"nodes on branches that nothing forks: {sorted(unborn)}"))
             return
         if not self._finish:
             self._idle_since = self._services.now()
             self._services.expect_end(self)
-            touched = [self._branches[id] for id in sorted(self._touched) if id in self._branches]
-            self._touched.clear()
+            touched = [self._branches[id] for id in sorted(self._flow.touched) if id in self._branches]
+            self._flow.touched.clear()
             handles = tuple(StateHandle(self._services.epoch, b.id, len(b.sequence)) for b in touched)
             if handles:
                 self._services.emit(self.id, HandlesEvent(handles))
@@ -640,10 +541,8 @@ class ProgramRun:
     def _close(self, lost: SglError) -> None:
         """Answer every open read, and let go of everything. The client has been told the end: this cannot fail."""
         self.ended = True
-        for queue in (*(branch.queue for branch in self._branches.values()), *self._unborn.values()):
-            for node in queue:
-                if isinstance(node, Read):
-                    node.reply(None, lost)
+        for read in self._flow.reads():
+            read.reply(None, lost)
         try:
             self._free()
         except Exception as error:  # noqa: BLE001 - whatever bookkeeping broke, the engine goes on with a new one
@@ -672,16 +571,3 @@ class ProgramRun:
         for work in self._work.values():
             ids.update(request.sequence.id for request in work.requests)
         return ids
-
-
-def _stuck(node: Node | Read) -> SglError:
-    """The error of a program whose next node waits for what never comes."""
-    match node:
-        case Text():
-            names = ", ".join(repr(segment.name) for segment in node.segments if not isinstance(segment, LiteralText))
-            what = f"text waits for the value of {names}, which nothing before it generates"
-        case Join():
-            what = f"a join waits for branches {list(node.children)}, which nothing forks"
-        case _:
-            what = "the program waits for itself"
-    return InvalidProgram(what, location=None if isinstance(node, Read) else node.location)
