@@ -152,7 +152,7 @@ def words_of(schema: Any) -> set[str]:
         found.add(word)
         if word in ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas"):
             held = list(value.values()) if isinstance(value, dict) else []
-        elif word in ("enum", "const", "default", "examples", "required"):
+        elif word in ("enum", "const", "default", "examples", "required", "$vocabulary"):
             held = []
         else:
             held = value if isinstance(value, list) else [value]
