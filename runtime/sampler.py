@@ -21,7 +21,7 @@ from typing import Any, TypeAlias
 import msgspec
 import torch
 
-from sgl.errors import GenerationError, InvalidLogits, SglError
+from sgl.errors import ConstraintDeadEnd, GenerationError, InvalidLogits, SglError
 from sgl.kernels import registry
 from sgl.kernels.registry import Function, OpFacts
 from sgl.lang.graph import Sampling
@@ -35,7 +35,6 @@ _ROWS_AT_ONCE = 8
 """Rows whose probabilities are in memory at a time, as doubles."""
 _CANDIDATES = 512
 """Most probable tokens that are looked at before all are: sorting a large vocabulary costs more than a small model."""
-_DEAD_END = ("constraint_dead_end", "the constraint allows no token here")
 
 
 class Sampler:
@@ -117,7 +116,7 @@ class Sampler:
             if i in failures:
                 results.append(RowResult(sequence=0, failed=failures[i]))
             elif dead[i]:
-                results.append(RowResult(sequence=0, failed=_DEAD_END))
+                results.append(RowResult(sequence=0, failed=_dead_end(i, specs, masks)))
             else:
                 token = greedy[i] if is_greedy[i] else tokens[i]
                 results.append(_described(logits[row, : self.vocab_size], token, spec))
@@ -146,6 +145,19 @@ class Sampler:
         if blocked:
             row[blocked] = -torch.inf
         return failed
+
+
+def _dead_end(index: int, specs: list[SampleSpec], masks: MaskJob | None) -> tuple[str, str]:
+    """Why no token is left in a row: the constraint allows none, or what it allows is forbidden by something else."""
+    spec = specs[index]
+    name = spec.sampling.custom_logit_processor
+    others = f"the logit processor {name!r}" if name is not None else "blocked tokens and logit bias"
+    if spec.matcher is None or masks is None:
+        return GenerationError.code, f"{others} left no token to draw"
+    place = sum(each.matcher is not None for each in specs[:index])
+    if masks.wait().words[place].any():
+        return GenerationError.code, f"{others} left none of the tokens that the constraint allows"
+    return ConstraintDeadEnd.code, "the constraint allows no token here"
 
 
 def _described(raw: torch.Tensor, token: int, spec: SampleSpec) -> RowResult:
