@@ -204,8 +204,9 @@ class Backend:
             "patternProperty", "patternProperties"
         )
         places = list(subschemas(parse_schema(constraint.schema, self.limits)))
-        # The longest word first: a message about maxProperties speaks of "properties" as well.
-        for word in sorted((word for word in TABLES[NAME] if len(word) > 4 and word in message), key=len, reverse=True):
+        # The word that comes first, and the longest there: "oneOf ... approximate it with anyOf"; "minProperties".
+        words = [word for word in TABLES[NAME] if len(word) > 4 and word in message]
+        for word in sorted(words, key=lambda word: (message.index(word), -len(word))):
             for pointer, schema in places:
                 if isinstance(schema, dict) and word in schema:
                     return f"{pointer}/{word}"
