@@ -14,6 +14,7 @@ import torch
 
 from sgl.grammars.matcher import Bitmask
 from sgl.lang.graph import Sampling
+from sgl.runtime import sampler
 from sgl.runtime.plan import Chunk, RowResult, SampleSpec, ScoreSpec, StepPlan
 from sgl.runtime.sampler import Sampler
 
@@ -241,3 +242,22 @@ def test_logprobs_ignore_temperature_and_penalties() -> None:
     want = torch.log_softmax(LOGITS.double(), dim=-1)
     assert row.logprob == pytest.approx(float(want[row.token_id]), abs=1e-5)
     assert [token for token, _ in row.top] == LOGITS.topk(2).indices.tolist()
+
+
+def test_looking_at_few_tokens_first_draws_what_looking_at_all_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Flat and steep rows, ties at the edge of what is looked at, and limits on both sides of it; alone as together."""
+    random = np.random.default_rng(0)
+    rows = []
+    for i in range(120):
+        logits = np.round(random.normal(size=300) * random.choice([0.2, 1.0, 3.0, 6.0]), random.integers(0, 3))
+        fields = {"top_p": random.choice([1.0, 0.5, 0.95]), "min_p": random.choice([0.0, 0.02, 0.3])}
+        top_k = int(random.choice([-1, 3, 19, 20, 21, 60]))
+        rows.append((torch.tensor(logits, dtype=torch.float32), spec(i, top_k=top_k, **fields)))
+
+    def tokens(candidates: int) -> list[int | None]:
+        monkeypatch.setattr(sampler, "_CANDIDATES", candidates)
+        return [row.token_id for row in sample(*rows, vocab_size=300)]
+
+    few = tokens(20)
+    assert few == tokens(300)
+    assert few == [sample(row, vocab_size=300)[0].token_id for row in rows]
