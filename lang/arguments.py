@@ -16,7 +16,6 @@ from sgl.errors import InvalidParameter, Unsupported
 from sgl.grammars.spec import Constraint, JsonSchema, constraint_of
 from sgl.lang.forms import DType, Form, dtype_form, json_form, type_form
 from sgl.lang.graph import Sampling, plain, sampling_values
-from sgl.lang.tools import Toolbox, ToolFunction
 
 
 def check_name(name: object) -> str | None:
@@ -110,12 +109,11 @@ def value_form(given: Mapping[str, Any], dtype: DType, tp: Any) -> tuple[Constra
     return constraint, json_form(constraint) if isinstance(constraint, JsonSchema) else None
 
 
-def toolbox_of(others: Mapping[str, Any], tools: Sequence[ToolFunction], fmt: str) -> Toolbox:
-    """The tools that a generation may call; nothing else may say what its text is."""
+def check_tools_alone(others: Mapping[str, Any]) -> None:
+    """Raise if something else than tools says what the text of a generation is."""
     for param, value in others.items():
         if value is not None:
             raise InvalidParameter(f"tools and {param} are both given; one must go", param=param)
-    return Toolbox(tools, fmt)
 
 
 class SamplingArguments(TypedDict, total=False):

@@ -122,7 +122,7 @@ class AsyncProgramState(StateBase):
         parallel: bool = True,
         on_error: OnError = "return",
         max_rounds: int = 8,
-        tool_format: str = "hermes",
+        tool_format: str | None = None,
         role: str = "user",
         **sampling: Any,
     ) -> str:

@@ -10,14 +10,15 @@ from __future__ import annotations
 import hashlib
 import itertools
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
 import msgspec
 
 from sgl.errors import InvalidParameter, InvalidProgram, SglError, SourceLocation
 from sgl.lang.capture import Capture, UnknownName, user_location
-from sgl.lang.expr import Expr, ExprList, GenExpr, MediaExpr, RoleExpr, SelectExpr
+from sgl.lang.defaults import model_format
+from sgl.lang.expr import OWN_REASONING, Expr, ExprList, GenExpr, MediaExpr, RoleExpr, SelectExpr
 from sgl.lang.graph import (
     MAIN_BRANCH,
     Fork,
@@ -33,6 +34,7 @@ from sgl.lang.graph import (
     lower_samples,
 )
 from sgl.lang.interpreter import Program
+from sgl.lang.tools import ToolPromptExpr
 from sgl.lang.variables import Collected, Gathered, Part, Reasoning, Turn, Variable
 from sgl.limits import DEFAULT_LIMITS
 
@@ -161,6 +163,8 @@ class BranchState:
                 self._append_role(other, location)
             case MediaExpr():
                 self._append_media(other, location)
+            case ToolPromptExpr():
+                self._append_text(other.toolbox.on(self.program.backend).prompt(), location)
             case _:
                 check_appendable(other, location)
 
@@ -171,6 +175,27 @@ class BranchState:
 
     def _append_gen(self, expr: GenExpr, location: SourceLocation | None) -> None:
         name = self._name(expr)
+        node, capture = self._asked(expr, name, location)
+        captures: list[Capture] = []
+        if node.sampling.n == 1:
+            captures.append(capture(self.number))
+            self.program.append(node, captures[0])
+            self.parts.append(captures[0])
+        else:
+            for each in lower_samples(node, self.program.new_branches(node.sampling.n)):
+                if isinstance(each, Gen):
+                    captures.append(capture(each.branch))
+                self.program.append(each, captures[-1] if isinstance(each, Gen) else None)
+        self._put(name, captures, expr.list_append)
+        if node.reasoning is not None:
+            self._put(f"{name}{REASONING}", [Reasoning(sample) for sample in captures], expr.list_append)
+
+    def _asked(self, expr: GenExpr, name: str, location: SourceLocation | None) -> tuple[Gen, Callable[[int], Capture]]:
+        """The node of a generation with everything resolved, and what makes the place of a value on a branch."""
+        toolbox = expr.toolbox.on(self.program.backend) if expr.toolbox is not None else None
+        form = toolbox.form() if toolbox is not None else expr.form
+        reasoning = self._reasoning(expr.reasoning)
+        inside = self._starts_inside(reasoning)
         sampling = expr.sampling(self.program.sampling)
         if sampling.seed is None and self.program.seed is not None:
             sampling = msgspec.structs.replace(sampling, seed=self._seed())
@@ -180,28 +205,22 @@ class BranchState:
             location=location,
             name=name,
             sampling=sampling,
-            constraint=expr.constraint,
-            reasoning=expr.reasoning,
-            tools=expr.toolbox.specs() if expr.toolbox is not None else (),
+            constraint=toolbox.constraint() if toolbox is not None else expr.constraint,
+            reasoning=reasoning,
+            tools=toolbox.specs() if toolbox is not None else (),
         )
-        inside = self._starts_inside(expr.reasoning)
-        if sampling.n == 1:
-            single = Capture(name, self.number, location, expr.form, expr.reasoning, expr.toolbox, inside)
-            self._capture(node, single, expr.list_append)
-            if expr.reasoning is not None:
-                self._put(f"{name}{REASONING}", Reasoning(single), expr.list_append)
-            return
-        samples: list[Capture] = []
-        for each in lower_samples(node, self.program.new_branches(sampling.n)):
-            capture = None
-            if isinstance(each, Gen):
-                capture = Capture(name, each.branch, location, expr.form, expr.reasoning, expr.toolbox, inside)
-                samples.append(capture)
-            self.program.append(each, capture)
-        self._put(name, Gathered(list[Variable](samples)), expr.list_append)
-        if expr.reasoning is not None:
-            thoughts: list[Variable] = [Reasoning(sample) for sample in samples]
-            self._put(f"{name}{REASONING}", Gathered(thoughts), expr.list_append)
+        return node, lambda branch: Capture(name, branch, location, form, reasoning, toolbox, inside)
+
+    def _reasoning(self, name: str | None) -> str | None:
+        """A reasoning format by name: the model's own, where none was named."""
+        if name != OWN_REASONING:
+            return name
+        found = model_format(self.program.backend, "reasoning")
+        if found is None:
+            raise InvalidParameter(
+                "the backend does not say how its model reasons", hint='name it: model_type="qwen3"', param="model_type"
+            )
+        return found
 
     def _starts_inside(self, reasoning: str | None) -> bool | None:
         """Whether the text that the program wrote last has opened the reasoning; `None` where it says nothing of it."""
@@ -225,7 +244,10 @@ class BranchState:
             seed=expr.seed if expr.seed is not None else self._seed(),
             all_scores=expr.all_scores,
         )
-        self._capture(node, Capture(name, self.number, location), expr.list_append)
+        capture = Capture(name, self.number, location)
+        self.program.append(node, capture)
+        self.parts.append(capture)
+        self._put(name, [capture], expr.list_append)
 
     def _append_media(self, expr: MediaExpr, location: SourceLocation | None) -> None:
         self.program.append(
@@ -264,13 +286,9 @@ class BranchState:
         self._expressions[id(expr)] = (expr, name)
         return name
 
-    def _capture(self, node: Gen | Select, capture: Capture, list_append: bool) -> None:
-        self.program.append(node, capture)
-        self.parts.append(capture)
-        self._put(capture.name, capture, list_append)
-
-    def _put(self, name: str, variable: Variable, list_append: bool) -> None:
-        """Define a captured name, or add to its list."""
+    def _put(self, name: str, values: Sequence[Variable], list_append: bool) -> None:
+        """Define a captured name, or add to its list; several values are those of samples."""
+        variable = values[0] if len(values) == 1 else Gathered(list(values))
         if list_append:
             before = self.find(name)
             if before is not None and not isinstance(before, Collected):

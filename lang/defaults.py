@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 from sgl.errors import ConfigError, InvalidParameter
 from sgl.lang.backend import Backend
@@ -133,6 +133,19 @@ def sampling_defaults(backend: Backend) -> Sampling:
     """
     recommend = getattr(backend, "sampling_defaults", None)
     return sampling_from_mapping(recommend() if recommend is not None else {})
+
+
+def model_format(backend: Backend, kind: Literal["tool", "reasoning"]) -> str | None:
+    """The format (`sgl.grammars.formats`) of tool calls or reasoning of the model on `backend`, by name; `None`
+    where the backend does not know.
+
+    Example:
+        >>> import sgl
+        >>> model_format(sgl.MockBackend(), "tool") is None
+        True
+    """
+    found = backend.server_info().get("formats", {}).get(kind)
+    return str(found) if found is not None else None
 
 
 def flush_cache(backend: Backend | None = None) -> bool:

@@ -30,6 +30,10 @@ else:
     T_co = TypeVar("T_co", covariant=True)
 
 
+OWN_REASONING = "model"
+"""In the place of a reasoning format: the one of the model that will generate."""
+
+
 class Expr:
     """Something that can be appended to a prompt. Immutable; `+` with another one or with text gives a sequence."""
 

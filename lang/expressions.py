@@ -18,14 +18,14 @@ from sgl.lang.arguments import (
     SamplingArguments,
     check_list_append,
     check_name,
+    check_tools_alone,
     many,
     refuse,
     sampling_fields,
-    toolbox_of,
     value_form,
 )
 from sgl.lang.choices import ChoicesSamplingMethod, method_name
-from sgl.lang.expr import Expr, ExprList, GenExpr, SelectExpr, items_of
+from sgl.lang.expr import OWN_REASONING, Expr, ExprList, GenExpr, SelectExpr, items_of
 from sgl.lang.forms import DType, Form
 from sgl.lang.graph import Select, plain
 from sgl.lang.tools import Toolbox, ToolFunction
@@ -83,7 +83,7 @@ def gen(
     tools: Sequence[ToolFunction] | None = None,
     tool_choice: str = "auto",
     parallel_tool_calls: bool = True,
-    tool_format: str = "hermes",
+    tool_format: str | None = None,
     ebnf: str | None = None,
     lark: str | None = None,
     structural_tag: str | dict[str, Any] | None = None,
@@ -131,7 +131,7 @@ def gen(
     tools: Sequence[ToolFunction] | None = None,
     tool_choice: str = "auto",
     parallel_tool_calls: bool = True,
-    tool_format: str = "hermes",
+    tool_format: str | None = None,
     ebnf: str | None = None,
     lark: str | None = None,
     structural_tag: str | dict[str, Any] | None = None,
@@ -168,7 +168,7 @@ def gen(
         tools: typed Python functions that the model may call: `s.calls(name)` are the calls it wrote, `s[name]` is the
             text beside them. `s.tools(...)` is the whole loop. `tool_choice` is `auto`, `none`, `required` or the name
             of one; `parallel_tool_calls` allows several; `tool_format` is how the model writes them (a name of
-            `sgl.grammars.formats.TOOL_FORMATS`).
+            `sgl.grammars.formats.TOOL_FORMATS`; the model's own without it).
         choices: the value is one of them (this is `select`).
         regex: the whole value matches it.
         json_schema: text, dict or a Python type (Pydantic model, dataclass, TypedDict, Enum, `list[int]`, ...; see
@@ -223,8 +223,9 @@ def gen(
     toolbox: Toolbox | None = None
     form: Form | None
     if tools is not None:
-        toolbox = toolbox_of({**constraints, "dtype": dtype, "type": type}, tools, tool_format)
-        constraint, form = toolbox.constraint(tool_choice, parallel_tool_calls), toolbox.form()
+        check_tools_alone({**constraints, "dtype": dtype, "type": type})
+        toolbox = Toolbox(tools, tool_format, tool_choice, parallel_tool_calls)
+        constraint, form = toolbox.constraint(), toolbox.form()
     else:
         constraint, form = value_form(constraints, dtype, type)
     given = {
@@ -377,7 +378,8 @@ def separate_reasoning(expr: Expr | None = None, model_type: str | None = None) 
 
     Args:
         model_type: the format of the reasoning: a name of `sgl.grammars.formats.REASONING_FORMATS`, such as
-            `deepseek-r1`, `qwen3`, `gpt-oss`. A constraint (or `type`) then holds for the answer behind the reasoning.
+            `deepseek-r1`, `qwen3`, `gpt-oss`; the model's own without it, which is an error where it is not known. A
+            constraint (or `type`) holds for the answer behind the reasoning.
 
     Raises:
         InvalidParameter: no such format.
@@ -393,11 +395,7 @@ def separate_reasoning(expr: Expr | None = None, model_type: str | None = None) 
     """
     from sgl.grammars.formats import reasoning_format
 
-    if model_type is None:
-        raise InvalidParameter(
-            "separate_reasoning needs model_type", hint='for example model_type="qwen3"', param="model_type"
-        )
-    fmt = reasoning_format(model_type).name
+    fmt = reasoning_format(model_type).name if model_type is not None else OWN_REASONING
     if expr is not None and not isinstance(expr, Expr):
         raise InvalidParameter(f"separate_reasoning got {expr!r}; expected an expression", param="expr")
 

@@ -304,7 +304,7 @@ class ProgramState(StateBase, Generic[R_co]):
         parallel: bool = True,
         on_error: OnError = "return",
         max_rounds: int = 8,
-        tool_format: str = "hermes",
+        tool_format: str | None = None,
         role: str = "user",
         **sampling: Any,
     ) -> str:
@@ -320,7 +320,8 @@ class ProgramState(StateBase, Generic[R_co]):
             parallel: whether one turn may hold several calls.
             on_error: `return` tells the model what a function raised; `raise` ends the program with `ToolError`.
             max_rounds: rounds with calls at most; then the model has to answer.
-            tool_format: how the model writes calls: a name of `sgl.grammars.formats.TOOL_FORMATS`.
+            tool_format: how the model writes calls: a name of `sgl.grammars.formats.TOOL_FORMATS`; the model's own
+                without it.
             role: of the turns with results; another one than `user` (as `tool`) gets each bare in a turn of its own.
             sampling: of every round, as `gen` has them.
 

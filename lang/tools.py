@@ -19,12 +19,14 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, cast
 from sgl.errors import GenerationError, InvalidParameter, SourceLocation, ToolError
 from sgl.grammars.spec import Constraint
 from sgl.grammars.types import dump, parse
-from sgl.lang.expr import ExprList, GenExpr, RoleExpr
+from sgl.lang.defaults import model_format
+from sgl.lang.expr import Expr, ExprList, GenExpr, RoleExpr
 from sgl.lang.forms import Form
 from sgl.lang.graph import ToolSpec
 
 if TYPE_CHECKING:
     from sgl.grammars.formats import Message, ToolFormat
+    from sgl.lang.backend import Backend
     from sgl.lang.branches import BranchState
 
 ToolFunction: TypeAlias = Callable[..., Any]
@@ -71,24 +73,32 @@ class Toolbox:
 
     Args:
         functions: typed Python functions, plain or `async def`; each has a docstring that says what it does.
-        fmt: name of a format of `sgl.grammars.formats`.
+        fmt: name of a format of `sgl.grammars.formats`; `None` is the model's own, once it is known (`on`).
+        choice: `auto`, `none`, `required`, or the name of a function.
+        parallel: whether one message may hold several calls.
 
     Raises:
-        InvalidParameter: no function, two of one name, or an unknown format.
+        InvalidParameter: no function, two of one name, or an unknown format or choice.
         UnsupportedSchema: a parameter without a type that JSON has.
     """
 
-    def __init__(self, functions: Sequence[ToolFunction], fmt: str) -> None:
-        from sgl.grammars.formats import tool_format, tools_of
+    def __init__(
+        self, functions: Sequence[ToolFunction], fmt: str | None = None, choice: str = "auto", parallel: bool = True
+    ) -> None:
+        from sgl.grammars.formats import DEFAULT_TOOL_FORMAT, tool_format, tools_of
 
         if isinstance(functions, (str, bytes, Mapping)) or not isinstance(functions, Sequence) or not functions:
             raise InvalidParameter(f"tools is {functions!r}; expected a list of functions", param="tools")
         for function in functions:
             if not inspect.isroutine(function):
                 raise InvalidParameter(f"{function!r} is no function", hint="wrap it in a def", param="tools")
-        self.format: ToolFormat = tool_format(fmt)
+        self.is_open = fmt is None
+        self.format: ToolFormat = tool_format(fmt or DEFAULT_TOOL_FORMAT)
         self.functions = {function.__name__: function for function in functions}
         self.tools = tools_of(functions)
+        self._choice = choice
+        self._parallel = parallel
+        self.constraint()  # checks the choice
 
     def specs(self) -> tuple[ToolSpec, ...]:
         """The tools as a graph carries them."""
@@ -105,10 +115,19 @@ class Toolbox:
         """The calls in generated text, in order."""
         return [self._call(found.id, found.name, found.arguments) for found in self.message(text).calls]
 
-    def constraint(self, choice: str, parallel: bool) -> Constraint | None:
+    def on(self, backend: Backend) -> Toolbox:
+        """The same, in the form that the model on `backend` uses, where none was named."""
+        fmt = model_format(backend, "tool") if self.is_open else None
+        return Toolbox(list(self.functions.values()), fmt, self._choice, self._parallel) if fmt is not None else self
+
+    def constraint(self) -> Constraint | None:
         """What holds a generation to the format; see `ToolFormat.constraint`."""
-        wanted = {"name": choice} if choice in self.functions else choice
-        return self.format.constraint(self.tools, wanted, parallel=parallel, strict=True)
+        wanted = {"name": self._choice} if self._choice in self.functions else self._choice
+        return self.format.constraint(self.tools, wanted, parallel=self._parallel, strict=True)
+
+    def prompt(self) -> str:
+        """The text that tells a model of the tools and of how it calls them."""
+        return str(self.format.tool_prompt(self.tools).system)
 
     def form(self) -> Form:
         """The form of a generation with these tools: its value is the text beside the calls."""
@@ -124,23 +143,33 @@ class Toolbox:
             return Call(call_id, name, {}, error.message, function)
 
 
-def tool_prompt(tools: Sequence[ToolFunction], tool_format: str = "hermes") -> str:
-    """The text that tells a model of tools and of how it calls them, for a system turn.
+@dataclass(frozen=True)
+class ToolPromptExpr(Expr):
+    """The text that tells a model of tools; which text that is depends on the model."""
+
+    toolbox: Toolbox
+
+
+def tool_prompt(tools: Sequence[ToolFunction], tool_format: str | None = None) -> ToolPromptExpr:
+    """What tells a model of tools and of how it calls them, to append in a system turn.
 
     Args:
         tools: typed Python functions with docstrings.
-        tool_format: how the model writes calls: a name of `sgl.grammars.formats.TOOL_FORMATS`.
+        tool_format: how the model writes calls: a name of `sgl.grammars.formats.TOOL_FORMATS`; the model's own without
+            it, as far as the backend knows it.
 
     Example:
         >>> import sgl
         >>> def add(a: int, b: int) -> int:
         ...     "Add two numbers."
         ...     return a + b
-        >>> "Add two numbers." in sgl.tool_prompt([add])
+        >>> @sgl.function
+        ... def told(s):
+        ...     s += sgl.system("You help. " + sgl.tool_prompt([add]))
+        >>> "Add two numbers." in told.run(backend=sgl.MockBackend()).text()
         True
     """
-    box = Toolbox(tools, tool_format)
-    return str(box.format.tool_prompt(box.tools).system)
+    return ToolPromptExpr(Toolbox(tools, tool_format))
 
 
 # --- running calls --------------------------------------------------------------------------------------------------
@@ -216,7 +245,7 @@ def round_expression(
     name: str,
     tool_choice: str,
     parallel: bool,
-    tool_format: str,
+    tool_format: str | None,
     sampling: Mapping[str, Any],
 ) -> Callable[[str], GenExpr[Any]]:
     """The generation of a round: the first one with the choice of tools that is asked for, the last one with none."""
@@ -273,15 +302,15 @@ def tool_loop(
                     tool=result.call.name,
                 ) from result.error
         results.extend(done)
-        for text in _told(expr, done, role):
+        for text in _told(core, expr, done, role):
             core.append(ExprList((RoleExpr(role, True), text, RoleExpr(role, False))), location)
     core.define(f"{name}_calls", Set(results))
     return name
 
 
-def _told(expr: GenExpr[Any], results: Sequence[CallResult], role: str) -> list[str]:
+def _told(core: BranchState, expr: GenExpr[Any], results: Sequence[CallResult], role: str) -> list[str]:
     """The turns that tell a model of results: one each in a role of tools, else one with all in the format's words."""
     if role != "user" or expr.toolbox is None:
         return [result.content for result in results]
-    render = expr.toolbox.format.render_result
+    render = expr.toolbox.on(core.program.backend).format.render_result
     return ["\n".join(render(result.call.name, result.content) for result in results)]

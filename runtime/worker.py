@@ -30,6 +30,7 @@ import zmq
 
 from sgl import environment
 from sgl.errors import ConfigError, InternalError, InvalidParameter, SglError, UnsupportedModel
+from sgl.grammars.formats import detect_reasoning_format, detect_tool_format
 from sgl.lang.graph import PROTOCOL, Event, FailedEvent, StateText
 from sgl.runtime import rendezvous
 from sgl.runtime.config import EngineConfig, Facts, ResolvedConfig, RuntimeOverride, config_from_mapping, resolve
@@ -366,11 +367,19 @@ def build_core(
         "architecture": checkpoint.config.architecture,
         "vocab_size": tokenizer.vocab_size,
         "sampling_defaults": defaults,
+        "formats": _formats(tokenizer),
         "logit_processors": sorted(processors),
         "resolved": msgspec.to_builtins(resolved),
         "overrides": [],
     }
     return core, info
+
+
+def _formats(tokenizer: Tokenizer) -> dict[str, str | None]:
+    """How this model writes tool calls and reasoning, as its chat template has it."""
+    template = tokenizer.chat_template.source if tokenizer.chat_template is not None else ""
+    reasoning = detect_reasoning_format(template)
+    return {"tool": detect_tool_format(template).name, "reasoning": reasoning.name if reasoning is not None else None}
 
 
 def _resolve_and_load_kernels(config: EngineConfig, facts: Facts, progress: Callable[[str], None]) -> ResolvedConfig:

@@ -187,9 +187,38 @@ def test_21_reasoning_is_a_variable_of_its_own():
 
 
 def test_wrong_reasoning():
-    for wrong in ({"model_type": None}, {"model_type": "no such"}, {"expr": "text"}):
+    for wrong in ({"model_type": "no such"}, {"expr": "text"}):
         with pytest.raises(InvalidParameter):
             sgl.separate_reasoning(**{"expr": sgl.gen("x"), "model_type": "qwen3", **wrong})
+
+    @sgl.function
+    def program(s):
+        s += sgl.separate_reasoning(sgl.gen("x"))
+
+    with pytest.raises(InvalidParameter, match="does not say"):
+        program.run(backend=sgl.MockBackend())
+
+
+class Knowing(sgl.MockBackend):
+    """A backend that knows the forms of its model."""
+
+    def server_info(self):
+        return {**super().server_info(), "formats": {"tool": "pythonic", "reasoning": "qwen3"}}
+
+
+def test_forms_are_the_models_own_where_none_is_named():
+    @sgl.function
+    def program(s):
+        s += sgl.system("Help. " + sgl.tool_prompt([add])) + sgl.user("?")
+        s += sgl.assistant(sgl.separate_reasoning(sgl.gen("x")))
+        return s.tools([add])
+
+    mock = Knowing(["<think>hm</think>ok", "[add(a=1, b=2)]", "3"])
+    state = program.run(backend=mock)
+    assert (state["x"], state["x_reasoning_content"], state.ret_value) == ("ok", "hm", "3")
+    system = state.messages()[0]["content"]
+    assert system.startswith("Help. You are an expert in composing functions.")
+    assert [result.value for result in state["answer_calls"]] == [3]
 
 
 def test_reasoning_that_the_program_has_opened_and_types_behind_it():
