@@ -16,6 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from sgl import errors
+    from sgl.lang.api.anthropic import Anthropic
+    from sgl.lang.api.litellm import LiteLLM
+    from sgl.lang.api.openai import OpenAI
     from sgl.lang.async_state import AsyncProgramState
     from sgl.lang.backend import Backend
     from sgl.lang.batch import Batch
@@ -57,6 +60,9 @@ __version__ = "0.1.0"
 logging.getLogger("sgl").addHandler(logging.NullHandler())  # silent until the user listens (see sgl.runtime.logs)
 
 _HOME = {
+    "sgl.lang.api.anthropic": ("Anthropic",),
+    "sgl.lang.api.litellm": ("LiteLLM",),
+    "sgl.lang.api.openai": ("OpenAI",),
     "sgl.lang.choices": (
         "ChoicesSamplingMethod",
         "greedy_token_selection",
@@ -96,12 +102,15 @@ _HOME = {
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 
 __all__ = [
+    "Anthropic",
     "AsyncProgramState",
     "Batch",
     "ChoicesSamplingMethod",
     "Engine",
     "EngineConfig",
+    "LiteLLM",
     "MockBackend",
+    "OpenAI",
     "ProgramState",
     "ProgramStateGroup",
     "SglFunction",

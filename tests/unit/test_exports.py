@@ -15,6 +15,9 @@ import sgl
 ROOT = Path(__file__).resolve().parents[2]
 
 PUBLIC = [
+    "Anthropic",
+    "LiteLLM",
+    "OpenAI",
     "AsyncProgramState",
     "Batch",
     "ChoicesSamplingMethod",

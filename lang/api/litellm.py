@@ -1,0 +1,82 @@
+"""`sgl.LiteLLM`: programs on any endpoint that LiteLLM knows.
+
+Owns the adapter: LiteLLM answers in OpenAI's form, so requests and answers are `sgl.lang.api.openai`'s. The package is
+the extra `litellm`; what a provider can do is up to the caller to declare where it is more than chat.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
+
+from sgl.errors import ConfigError
+from sgl.lang.api.capabilities import Capabilities
+from sgl.lang.api.messages import STYLES
+from sgl.lang.api.openai import OpenAIClient
+from sgl.lang.api.session import ApiBackend
+
+CAPABILITIES = Capabilities(tools=True, images=True, seed=True)
+
+
+class LiteLLM(ApiBackend):
+    """A backend over LiteLLM.
+
+    Args:
+        model_name: with its provider, as LiteLLM writes it: `anthropic/claude-haiku`.
+        chat_template: taken for compatibility; LiteLLM's endpoints take turns.
+        capabilities: what the provider's model can do besides (see `sgl.lang.api.capabilities.Capabilities`):
+            `{"json_schema": True}`, `{"top_logprobs": 20}`.
+        api_key, ...: handed on with each request.
+
+    Raises:
+        ConfigError: the package is not installed.
+
+    Example:
+        >>> import sgl
+        >>> try:
+        ...     print(sgl.LiteLLM("openai/gpt-4o-mini").server_info()["backend"])
+        ... except sgl.errors.ConfigError as error:  # the package is an extra
+        ...     print("LiteLLM" if "litellm" in str(error) else error)
+        LiteLLM
+    """
+
+    def __init__(
+        self,
+        model_name: str,
+        chat_template: str | None = None,
+        api_key: str | None = None,
+        organization: str | None = None,
+        base_url: str | None = None,
+        timeout: float = 600,
+        max_retries: int = 2,
+        default_headers: Mapping[str, str] | None = None,
+        *,
+        capabilities: Mapping[str, object] | None = None,
+    ) -> None:
+        if chat_template is not None and chat_template not in STYLES:
+            raise ConfigError(
+                f"chat_template is {chat_template!r}; expected one of {', '.join(STYLES)}", param="chat_template"
+            )
+        try:
+            import litellm
+        except ImportError:
+            raise ConfigError("sgl.LiteLLM needs the package litellm", hint="pip install 'sgl[litellm]'") from None
+        given = {
+            "api_key": api_key,
+            "organization": organization,
+            "base_url": base_url,
+            "timeout": timeout,
+            "num_retries": max_retries,
+            "extra_headers": dict(default_headers) if default_headers else None,
+        }
+        fixed = {name: value for name, value in given.items() if value is not None}
+
+        def create(**fields: Any) -> Any:
+            return litellm.completion(**fixed, **fields)
+
+        # The part of an OpenAI client that the translation uses.
+        client = SimpleNamespace(chat=SimpleNamespace(completions=SimpleNamespace(create=create)), close=lambda: None)
+        errors = SimpleNamespace(OpenAIError=Exception)  # LiteLLM's have no base of their own
+        able = CAPABILITIES.changed(capabilities)
+        super().__init__(OpenAIClient(errors, client, model_name, able), f"LiteLLM {model_name}", chat_template)
