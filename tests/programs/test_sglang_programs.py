@@ -1,8 +1,8 @@
 """Test programs 1 to 21: those of SGLang's own tests and examples, on the embedded model.
 
-Numbers are those of the list that the language's design was made with (`CHANGELOG.md` names what is left to other
-files: 16 API speculation and 19 tracing are tested with their modules). A program runs on the toy or the mock where
-its point is not what a model says; the reason stands at its test.
+Numbers are those of the list that the language was designed with; 16 (API speculation) and 19 (tracing) are tested with
+their modules. A program runs on the toy model or the mock where its point is not what a model says; the reason stands
+at its test.
 """
 
 from __future__ import annotations
