@@ -311,11 +311,14 @@ def check_protocol(graph: Graph) -> None:
 
 
 def digest(graph: Graph) -> str:
-    """SHA-256 (hex) of what the graph does: two graphs that differ only in source locations are equal."""
+    """SHA-256 (hex) of what the graph does: two graphs that differ only in source locations are equal.
+
+    It is that of the graph as it is after a round trip, in which a temperature that was given as 0 is 0.0.
+    """
     bare = msgspec.structs.replace(
         graph, nodes=tuple(msgspec.structs.replace(node, location=None) for node in graph.nodes)
     )
-    return hashlib.sha256(_SORTED.encode(bare)).hexdigest()
+    return hashlib.sha256(_SORTED.encode(_DECODER.decode(_ENCODER.encode(bare)))).hexdigest()
 
 
 def validate(graph: Graph, live: Iterable[int] = (MAIN_BRANCH,), limits: Limits = DEFAULT_LIMITS) -> set[int]:

@@ -41,6 +41,7 @@ from sgl.lang.graph import (
     ValueEvent,
 )
 from sgl.lang.rendering import PlainRenderer, RenderedState, Renderer, words
+from sgl.lang.serial import Workers
 from sgl.lang.stops import first_stop
 
 Answer: TypeAlias = Callable[[str, Gen], str]
@@ -107,8 +108,7 @@ class MockBackend:
         self.delay_s = delay_s
         self._lock = threading.Lock()
         self._sessions: set[MockSession] = set()
-        self._jobs: deque[Callable[[], None]] = deque()
-        self._working = False
+        self._workers = Workers("sgl-mock")
         self._dead: SglError | None = None
 
     # --- the protocol ---
@@ -158,27 +158,7 @@ class MockBackend:
             sessions = list(self._sessions)
         for session in sessions:
             session.stop.set()
-            self._post(partial(session.fail, self._dead))
-
-    # --- the thread ---
-
-    def _post(self, job: Callable[[], None]) -> None:
-        """Have a job done on the backend's thread, which lives while there are jobs."""
-        with self._lock:
-            self._jobs.append(job)
-            if self._working:
-                return
-            self._working = True
-        threading.Thread(target=self._work, name="sgl-mock", daemon=True).start()
-
-    def _work(self) -> None:
-        while True:
-            with self._lock:
-                if not self._jobs:
-                    self._working = False
-                    return
-                job = self._jobs.popleft()
-            job()
+            self._workers.post(partial(session.fail, self._dead))
 
     # --- answers ---
 
@@ -211,7 +191,7 @@ class MockSession(GraphSession[RenderedState]):
     """One program on the mock. All execution happens on the backend's thread."""
 
     def __init__(self, backend: MockBackend, sink: EventSink, options: ProgramOptions) -> None:
-        super().__init__(sink, options, backend._post, backend.epoch, backend.renderer().state(options.now))
+        super().__init__(sink, options, backend._workers.post, backend.epoch, backend.renderer().state(options.now))
         self._backend = backend
 
     def submit(self, graph: Graph, *, finish: bool = False) -> None:

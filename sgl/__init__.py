@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from sgl.lang.function import SglFunction
     from sgl.lang.mock import MockBackend
     from sgl.lang.rendering import Renderer
+    from sgl.lang.replay import Recorder, Replay
     from sgl.lang.state import ProgramState
     from sgl.lang.streams import StreamEvent
     from sgl.lang.templates import Template, template
@@ -77,6 +78,7 @@ _HOME = {
     "sgl.lang.decorator": ("function",),
     "sgl.lang.function": ("SglFunction",),
     "sgl.lang.mock": ("MockBackend",),
+    "sgl.lang.replay": ("Recorder", "Replay"),
     "sgl.lang.state": ("ProgramState",),
     "sgl.lang.streams": ("StreamEvent",),
     "sgl.lang.templates": ("Template", "template"),
@@ -113,6 +115,8 @@ __all__ = [
     "OpenAI",
     "ProgramState",
     "ProgramStateGroup",
+    "Recorder",
+    "Replay",
     "SglFunction",
     "StreamEvent",
     "Template",

@@ -15,6 +15,8 @@ import sgl
 ROOT = Path(__file__).resolve().parents[2]
 
 PUBLIC = [
+    "Recorder",
+    "Replay",
     "Anthropic",
     "LiteLLM",
     "OpenAI",

@@ -26,7 +26,7 @@ def judge(s, essay, aspects=("clarity", "style")):
     forks = s.fork(len(aspects))
     for f, aspect in zip(forks, aspects, strict=True):
         f += sgl.user(f"Judge the {aspect}.")
-        f += sgl.assistant(sgl.gen("note", max_tokens=8))
+        f += sgl.assistant(sgl.gen("note", max_tokens=8, temperature=0))
     forks.join()
     s += sgl.user("\n".join(s["note"]) + f"\nGrade of {essay}:")
     with s.var_scope("verdict"):
