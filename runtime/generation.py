@@ -144,8 +144,8 @@ class Generation:
 
     def _forced(self) -> Iterator[int]:
         """Forced tokens, while whoever asks takes them one by one."""
-        while self._forces and self._seam is None and not self.finished and self.matcher is not None:
-            forced = self.matcher.forced_tokens()
+        while self._forces and self._seam is None and self.matcher is not None:
+            forced = [] if self.finished else self.matcher.forced_tokens()
             if not forced:
                 return
             for token_id in forced:
