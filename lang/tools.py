@@ -98,6 +98,7 @@ class Toolbox:
         self.tools = tools_of(functions)
         self._choice = choice
         self._parallel = parallel
+        self._others: dict[str, Toolbox] = {}  # by format
         self.constraint()  # checks the choice
 
     def specs(self) -> tuple[ToolSpec, ...]:
@@ -118,7 +119,11 @@ class Toolbox:
     def on(self, backend: Backend) -> Toolbox:
         """The same, in the form that the model on `backend` uses, where none was named."""
         fmt = model_format(backend, "tool") if self.is_open else None
-        return Toolbox(list(self.functions.values()), fmt, self._choice, self._parallel) if fmt is not None else self
+        if fmt is None or fmt == self.format.name:
+            return self
+        if fmt not in self._others:
+            self._others[fmt] = Toolbox(list(self.functions.values()), fmt, self._choice, self._parallel)
+        return self._others[fmt]
 
     def constraint(self) -> Constraint | None:
         """What holds a generation to the format; see `ToolFormat.constraint`."""
@@ -177,7 +182,7 @@ def tool_prompt(tools: Sequence[ToolFunction], tool_format: str | None = None) -
 
 def run_calls(calls: Sequence[Call]) -> list[CallResult]:
     """Run calls beside each other, each on a thread; results in the order of the calls."""
-    if len(calls) == 1:
+    if len(calls) == 1 and not inspect.iscoroutinefunction(calls[0].function):
         return [_run(calls[0])]
     with ThreadPoolExecutor(min(len(calls), _MAX_PARALLEL), thread_name_prefix="sgl-tool") as pool:
         futures = [pool.submit(contextvars.copy_context().run, _run, call) for call in calls]
