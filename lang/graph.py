@@ -527,6 +527,7 @@ class ValueEvent(msgspec.Struct, frozen=True, tag="value", kw_only=True):
             text that matched a stop pattern.
         logprobs: of the output tokens; `prompt_logprobs`: of the prompt's from `logprob_start_len` on.
         choices: the scores, for a select.
+        forced: runs of tokens in `token_ids` that were appended without sampling, as (index, number).
         truncated_at: where a JSON schema's value breaks off that `length` has ended, as a JSON pointer; `None` for
             a value that is valid as it is.
     """
@@ -544,6 +545,7 @@ class ValueEvent(msgspec.Struct, frozen=True, tag="value", kw_only=True):
     choices: tuple[ChoiceScore, ...] = ()
     latency_s: float = 0.0
     truncated_at: str | None = None
+    forced: tuple[tuple[int, int], ...] = ()
 
 
 class JoinedEvent(msgspec.Struct, frozen=True, tag="joined"):

@@ -99,6 +99,7 @@ class Generation:
         self._steering = steering
         self._seam = seam  # until the first token is there
         self._seam_text = seam.text if seam is not None else ""
+        self.forced: list[tuple[int, int]] = []  # runs of forced tokens: where in the output, and how many
         self._unscored: list[int] = []  # places in the output of tokens that were taken instead of drawn ones
         self._tokenizer = tokenizer
         self._eos_ids = eos_ids
@@ -129,6 +130,8 @@ class Generation:
         """Take every token that the constraint leaves no choice about, up to the end of the output if one is met."""
         first = len(self.output_ids)
         kept = [self._take(TokenLogprob(token_id, None)) for token_id in self._forced()]
+        if len(self.output_ids) > first:
+            self.forced.append((first, len(self.output_ids) - first))
         unscored = sorted({*self._unscored, *range(first, len(self.output_ids))})
         self._unscored.clear()
         if not kept and not unscored:

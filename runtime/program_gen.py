@@ -150,6 +150,7 @@ class Drawing:
             logprobs=output_logprobs(request, generation.logprobs, self.node.sampling),
             prompt_logprobs=prompt_logprobs(request, self.node.sampling),
             truncated_at=self._truncated_at(value),
+            forced=tuple(generation.forced),
         )
 
     def value_check(self, event: ValueEvent) -> Callable[[], tuple[()]] | None:
