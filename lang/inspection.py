@@ -14,12 +14,32 @@ if TYPE_CHECKING:
     from sgl.lang.compile import CompiledProgram
     from sgl.lang.explain import Explanation
     from sgl.lang.function import SglFunction
+    from sgl.lang.record import RunRecord
     from sgl.lang.rendering import Renderer
     from sgl.lang.tracing import Assumed, Trace
 
 
 class Inspectable:
     """A program that can be looked at without running it."""
+
+    __name__: str
+
+    @property
+    def last_run(self) -> RunRecord | None:
+        """The last run that was started under this program's name: `program.last_run.to_html()`.
+
+        Example:
+            >>> import sgl
+            >>> @sgl.function
+            ... def hello(s):
+            ...     s += "Hello " + sgl.gen("who")
+            >>> _ = hello.run(backend=sgl.MockBackend(["<world>"]))
+            >>> "&lt;world&gt;" in hello.last_run.to_html()
+            True
+        """
+        from sgl.lang.record import last_run
+
+        return last_run(self.__name__)
 
     def trace(self, *args: Any, assume: Assumed | None = None, backend: Backend | None = None, **kwargs: Any) -> Trace:
         """What the body appends, without a model: its graph, with arguments that are not given left open.

@@ -50,6 +50,7 @@ from sgl.lang.graph import (
     TextEvent,
     ValueEvent,
 )
+from sgl.lang.record import RunRecord
 
 _DEADLINE_GRACE_S = 2.0
 """How long after its deadline a program waits for the backend to say so, before it says so itself."""
@@ -77,6 +78,7 @@ class Program:
         self.returned: Any = None  # by the body
         self.body_error: BaseException | None = None
         self.version = 0  # counts wake-ups, so that a reader of streams misses none
+        self.record = RunRecord(options.name, backend)
         self.stream: list[tuple[float, Event]] = []  # with the time since the start; of streaming programs only
         self.backend = backend
         self._session: Session | None = None
@@ -152,6 +154,7 @@ class Program:
                 if session is None:
                     session = self.backend.open(self._on_event, self._options_left())
                     self._session = session
+                self.record.sent(graph.nodes)
                 session.submit(graph, finish=finish)
             except BaseException as error:
                 self._submission_failed(error)
@@ -209,6 +212,7 @@ class Program:
 
     def _on_event(self, event: Event) -> None:
         with self.changed:
+            self.record.came(event)
             if self.options.stream and not isinstance(event, HandlesEvent):
                 self.stream.append((time.monotonic() - self.started_at, event))
             match event:

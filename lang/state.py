@@ -60,6 +60,13 @@ class StateBase:
         names = ", ".join(core.names()) or "no values"
         return f"<{type(self).__name__} {core.program.options.name} branch {core.number}: {names}>"
 
+    def to_html(self) -> str:
+        """The run as it is now, as one page without anything from elsewhere (see `sgl.lang.record`)."""
+        return self._program.record.to_html()
+
+    def _repr_html_(self) -> str:
+        return self._program.record._repr_html_()
+
     # --- appending ---
 
     def __iadd__(self, other: Appendable) -> Self:
