@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 # Cores that are shared with others: threads that spin at barriers for a descheduled neighbour make a step ten times
 # slower. Has to be said before torch is imported; workers inherit it.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# Without a GPU Triton's kernels are interpreted, which has to be said before they are defined.
+if not Path("/dev/nvidiactl").exists():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 ROOT = Path(__file__).resolve().parents[1]
 GRACE_S = 5.0

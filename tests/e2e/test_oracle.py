@@ -22,7 +22,6 @@ from sgl.runtime.model_runner import ModelRunner
 from sgl.runtime.plan import Chunk, SampleSpec, ScoreSpec, StepPlan
 from sgl.runtime.text.tokenizer import Tokenizer
 
-NEW_TOKENS = 64
 TOLERANCE = 1e-3
 SHARED = "You are a helpful assistant. Answer briefly and precisely.\n\n"
 QUESTIONS = (
@@ -80,19 +79,19 @@ def chunk(
     )
 
 
-def greedy_alone(runner: ModelRunner, prompt: list[int]) -> list[int]:
+def greedy_alone(runner: ModelRunner, prompt: list[int], new_tokens: int) -> list[int]:
     """Prompt in one chunk, then token by token."""
     tokens = list(prompt)
-    table = list(range(len(prompt) + NEW_TOKENS))
+    table = list(range(len(prompt) + new_tokens))
     done = 0
-    while len(tokens) < len(prompt) + NEW_TOKENS:
+    while len(tokens) < len(prompt) + new_tokens:
         logits = runner.forward(StepPlan(chunks=(chunk(0, tokens[done:], done, table),)))
         done = len(tokens)
         tokens.append(int(logits[0].argmax()))
     return tokens
 
 
-def greedy_together(runner: ModelRunner, prompts: list[list[int]], budget: int) -> list[list[int]]:
+def greedy_together(runner: ModelRunner, prompts: list[list[int]], new_tokens: int, budget: int) -> list[list[int]]:
     """All prompts in shared steps of at most `budget` prefill tokens; the common prefix is computed once, by the first
     sequence, and read by the others from its pages. Pages lie scattered."""
     shared = min(len(prompt) for prompt in prompts) - 1
@@ -103,16 +102,16 @@ def greedy_together(runner: ModelRunner, prompts: list[list[int]], budget: int) 
     tables: list[list[int]] = []
     for prompt in prompts:
         head = tables[0][:shared] if tables else [next(pages) for _ in range(shared)]
-        tables.append(head + [next(pages) for _ in range(len(prompt) + NEW_TOKENS - shared)])
+        tables.append(head + [next(pages) for _ in range(len(prompt) + new_tokens - shared)])
     tokens = [list(prompt) for prompt in prompts]
     done = [0] + [shared] * (len(prompts) - 1)
     mixed_steps = 0
-    while any(len(row) < len(prompt) + NEW_TOKENS for row, prompt in zip(tokens, prompts, strict=True)):
+    while any(len(row) < len(prompt) + new_tokens for row, prompt in zip(tokens, prompts, strict=True)):
         left, chunks = budget, []
         for index, row in enumerate(tokens):
             # The prefix must be computed in this step or before; the first sequence comes first.
             wanted = min(len(row) - done[index], left)
-            if wanted < 1 or len(row) >= len(prompts[index]) + NEW_TOKENS:
+            if wanted < 1 or len(row) >= len(prompts[index]) + new_tokens:
                 continue
             if index and done[0] + (len(chunks[0].token_ids) if chunks and chunks[0].sequence == 0 else 0) < shared:
                 continue
@@ -138,19 +137,22 @@ def check(reference: Any, text: list[int], prompt: list[int], ours: torch.Tensor
     assert theirs[len(prompt) - 1 : -1].argmax(dim=-1).tolist() == text[len(prompt) :]
 
 
+@pytest.mark.parametrize(("num_prompts", "new_tokens"), [(7, 20), pytest.param(20, 64, marks=pytest.mark.slow)])
 def test_greedy_text_and_logits_agree_with_transformers(
-    loaded: Loaded, reference: Any, prompts: list[list[int]]
+    loaded: Loaded, reference: Any, prompts: list[list[int]], num_prompts: int, new_tokens: int
 ) -> None:
-    """20 prompts x 64 tokens decoded in shared steps, and the logits of all their positions."""
-    texts = greedy_together(loaded.runner, prompts, budget=48)
-    assert {len(text) - len(prompt) for text, prompt in zip(texts, prompts, strict=True)} == {NEW_TOKENS}
-    for text, prompt in zip(texts, prompts, strict=True):
+    """Prompts decoded in shared steps, and the logits of all their positions."""
+    chosen = prompts[:num_prompts]
+    texts = greedy_together(loaded.runner, chosen, new_tokens, budget=2 * num_prompts + 8)
+    assert {len(text) - len(prompt) for text, prompt in zip(texts, chosen, strict=True)} == {new_tokens}
+    for text, prompt in zip(texts, chosen, strict=True):
         plan = StepPlan(chunks=(chunk(0, text, 0, list(range(len(text))), every=True),))
         check(reference, text, prompt, loaded.runner.forward(plan))
 
 
+@pytest.mark.parametrize("new_tokens", [16, pytest.param(64, marks=pytest.mark.slow)])
 def test_greedy_text_of_a_sequence_alone_agrees_with_transformers(
-    loaded: Loaded, reference: Any, prompts: list[list[int]]
+    loaded: Loaded, reference: Any, prompts: list[list[int]], new_tokens: int
 ) -> None:
-    for prompt in prompts[:2]:
-        check(reference, greedy_alone(loaded.runner, prompt), prompt, None)
+    for prompt in prompts[-2:]:
+        check(reference, greedy_alone(loaded.runner, prompt, new_tokens), prompt, None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -10,13 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"
-triton = pytest.importorskip("triton")
-
-from sgl.kernels import attention as reference  # noqa: E402
-from sgl.kernels import elementwise as reference_elementwise  # noqa: E402
-from sgl.kernels.triton import attention, elementwise, matmul  # noqa: E402
+from sgl.kernels import attention as reference
+from sgl.kernels import elementwise as reference_elementwise
+from sgl.kernels.triton import attention, elementwise, matmul
 
 HAS_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if HAS_GPU else "cpu"
