@@ -160,7 +160,7 @@ TOOL_FORMATS: tuple[ToolFormat, ...] = (
     ),
     ToolFormat(
         name="pythonic",
-        origin="meta-llama/llama-models, models/llama4/prompt_format.md",
+        origin="meta-llama/llama-models, models/llama3_2/text_prompt_format.md and models/llama4/prompt_format.md",
         blocks=(
             Block(PythonCalls(), separator=", ", encloses_all=True),
             Block(PythonCalls(), "<|python_start|>", "<|python_end|>", separator=", ", encloses_all=True),
