@@ -21,6 +21,7 @@ from sgl.lang.graph import (
     ProgramOptions,
     Sampling,
     Text,
+    Usage,
     ValueEvent,
 )
 
@@ -98,7 +99,8 @@ def run(
 
 def outcome(rig: Rig, row: int = 0) -> list[Any]:
     """Everything about the values and failures but how they were counted."""
-    values = [msgspec.structs.replace(e, usage=type(e.usage)(), latency_s=0.0) for e in rig.of(row, ValueEvent)]
+    same = {"usage": Usage(), "latency_s": 0.0, "forced": ()}
+    values = [msgspec.structs.replace(event, **same) for event in rig.of(row, ValueEvent)]
     return [*values, *(event.error.code for event in rig.of(row, FailedEvent))]
 
 
