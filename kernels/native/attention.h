@@ -18,6 +18,7 @@
 namespace sgl {
 
 constexpr int64_t KEYS = 64, SPLIT = 512, QUERIES = 16;
+constexpr int TOGETHER = MANY_REGISTERS ? 4 : 2;  // queries that look at a block of keys together
 constexpr int64_t FEW = 64;  // heads whose splits one member joins faster than a barrier lets several do it
 
 // One sequence's part of a step: `length` tokens at positions from `start`. Python has the same struct (attention.py).
@@ -100,7 +101,7 @@ class Attention {
 
     int64_t partial_floats() const { return partials_ * heads_.query * (wide_ + 2); }
     int64_t scratch_floats() const {
-        return KEYS * (2 * wide_ + 1) + QUERIES * heads_.group() * (wide_ + 2 * (wide_ + 2));
+        return KEYS * (2 * wide_ + TOGETHER) + QUERIES * heads_.group() * (wide_ + 2 * (wide_ + 2));
     }
 
     // Called by all members, and `then` by one at the end. `query` is [T, heads, dim], scaled already; `out` has the
@@ -186,7 +187,7 @@ class Attention {
     SGL_OUTLINE void compute(const Task& task, int64_t head, const float* query, const T* keys, const T* values, float* partial,
                  float* scratch, float* out) const {
         int64_t group = heads_.group(), count = task.rows * group;
-        float* queries = scratch + KEYS * (2 * wide_ + 1);
+        float* queries = scratch + KEYS * (2 * wide_ + TOGETHER);
         float* states = queries + count * wide_;
         auto query_at = [&](int64_t i) { return ((task.row + i / group) * heads_.query + head * group + i % group) * heads_.dim; };
         auto own_state = [&](int64_t i) { return Seen{states + i * (wide_ + 2), wide_}; };
@@ -225,9 +226,24 @@ class Attention {
             int64_t there = std::min(KEYS, end - begin);
             gather(keys, task, head, begin, there, key_block);
             gather(values, task, head, begin, there, value_block);
-            for (int64_t i = 0; i < count; i++) {
-                int64_t visible = std::min(there, task.limit(i / group) - begin);
-                if (visible > 0) look(queries + i * wide_, key_block, value_block, visible, scores, state_of(i));
+            auto visible = [&](int64_t i) { return std::min(there, task.limit(i / group) - begin); };
+            for (int64_t i = 0; i < count;) {
+                int64_t keys_seen = visible(i), same = 1;
+                while (same < TOGETHER && i + same < count && visible(i + same) == keys_seen) same++;
+                if (same < TOGETHER) same = std::min<int64_t>(same, 2);
+                if (keys_seen > 0) {
+                    Seen seen[TOGETHER];
+                    for (int64_t q = 0; q < same; q++) seen[q] = state_of(i + q);
+                    const float* first = queries + i * wide_;
+                    if (same == TOGETHER) {
+                        look<TOGETHER>(first, key_block, value_block, keys_seen, scores, seen);
+                    } else if (same == 2) {
+                        look<2>(first, key_block, value_block, keys_seen, scores, seen);
+                    } else {
+                        look<1>(first, key_block, value_block, keys_seen, scores, seen);
+                    }
+                }
+                i += same;
             }
         }
     }
@@ -251,25 +267,51 @@ class Attention {
         for (int64_t i = count; i % LANES; i++, to += wide_) std::fill(to, to + wide_, 0.0f);
     }
 
-    // Scores of one query against the first `count` keys of a block; -infinity up to a multiple of LANES.
-    void score(const float* query, const float* keys, int64_t count, float* scores) const {
+    // Scores of Q queries against the first `count` keys of a block, KEYS apart; -infinity up to a multiple of LANES.
+    template <int Q>
+    void score(const float* queries, const float* keys, int64_t count, float* scores) const {
+        constexpr int STEP = LANES < 4 ? LANES : 4;  // keys that are read once for all queries
         for (int64_t first = 0; first < count; first += LANES) {
-            F products[LANES];
-            for (int k = 0; k < LANES; k++) products[k] = zero();
-            const float* key = keys + first * wide_;
-            for (int64_t d = 0; d < wide_; d += LANES) {
-                F q = load(query + d);
-                for (int k = 0; k < LANES; k++) products[k] = fma(q, load(key + k * wide_ + d), products[k]);
+            F products[Q][LANES];
+            for (int k = 0; k < LANES; k += STEP) {
+                F sums[Q][STEP];
+                for (int q = 0; q < Q; q++) {
+                    for (int i = 0; i < STEP; i++) sums[q][i] = zero();
+                }
+                const float* key = keys + (first + k) * wide_;
+                for (int64_t d = 0; d < wide_; d += LANES) {
+                    F query[Q];
+                    for (int q = 0; q < Q; q++) query[q] = load(queries + q * wide_ + d);
+                    for (int i = 0; i < STEP; i++) {
+                        F values = load(key + i * wide_ + d);
+                        for (int q = 0; q < Q; q++) sums[q][i] = fma(query[q], values, sums[q][i]);
+                    }
+                }
+                for (int q = 0; q < Q; q++) {
+                    for (int i = 0; i < STEP; i++) products[q][k + i] = sums[q][i];
+                }
             }
-            store(scores + first, sums_of(products));
+            for (int q = 0; q < Q; q++) store(scores + q * KEYS + first, sums_of(products[q]));
         }
-        for (int64_t k = count; k % LANES; k++) scores[k] = -INFINITY;
+        for (int q = 0; q < Q; q++) {
+            for (int64_t k = count; k % LANES; k++) scores[q * KEYS + k] = -INFINITY;
+        }
     }
 
-    // What one query sees in the first `count` keys of a block.
-    SGL_OUTLINE void look(const float* query, const float* keys, const float* values, int64_t count, float* scores,
-              const Seen& seen) const {
-        score(query, keys, count, scores);
+    // What Q queries see in the first `count` keys of a block: each the same as alone, but keys and values are read once.
+    template <int Q>
+    SGL_OUTLINE void look(const float* queries, const float* keys, const float* values, int64_t count, float* scores,
+                          const Seen* seen) const {
+        score<Q>(queries, keys, count, scores);
+        for (int q = 0; q < Q; q++) weigh(count, scores + q * KEYS, seen[q]);
+        constexpr int WIDE = (MANY_REGISTERS ? 16 : 8) / Q;  // vectors of each query's sum that are under way
+        int64_t d = 0;
+        for (; d + WIDE * LANES <= wide_; d += WIDE * LANES) mix<Q, WIDE>(scores, values + d, count, seen, d);
+        for (; d < wide_; d += LANES) mix<Q, 1>(scores, values + d, count, seen, d);
+    }
+
+    // Scores become weights, relative to the largest score so far; what was seen before is scaled to that.
+    void weigh(int64_t count, float* scores, const Seen& seen) const {
         F tops = fill(-INFINITY), mass = zero();
         for (int64_t k = 0; k < count; k += LANES) tops = largest_of(load(scores + k), tops);
         float top = std::max(seen.top(), largest(tops));
@@ -285,22 +327,26 @@ class Attention {
             seen.top() = top;
         }
         seen.mass() += sum(mass);
-        constexpr int TOGETHER = 64 / LANES;  // sums that are under way at once
-        int64_t d = 0;
-        for (; d + 64 <= wide_; d += 64) mix<TOGETHER>(scores, values + d, count, seen.mixed + d);
-        for (; d < wide_; d += LANES) mix<1>(scores, values + d, count, seen.mixed + d);
     }
 
-    // mixed += weights x values, N vectors wide.
-    template <int N>
-    void mix(const float* weights, const float* values, int64_t count, float* mixed) const {
-        F sums[N];
-        for (int v = 0; v < N; v++) sums[v] = load(mixed + v * LANES);
-        for (int64_t k = 0; k < count; k++) {
-            F weight = fill(weights[k]);
-            for (int v = 0; v < N; v++) sums[v] = fma(weight, load(values + k * wide_ + v * LANES), sums[v]);
+    // mixed += weights x values for Q queries, N vectors wide, from feature `at`.
+    template <int Q, int N>
+    void mix(const float* weights, const float* values, int64_t count, const Seen* seen, int64_t at) const {
+        F sums[Q][N];
+        for (int q = 0; q < Q; q++) {
+            for (int v = 0; v < N; v++) sums[q][v] = load(seen[q].mixed + at + v * LANES);
         }
-        for (int v = 0; v < N; v++) store(mixed + v * LANES, sums[v]);
+        for (int64_t k = 0; k < count; k++, values += wide_) {
+            F weight[Q];
+            for (int q = 0; q < Q; q++) weight[q] = fill(weights[q * KEYS + k]);
+            for (int v = 0; v < N; v++) {
+                F value = load(values + v * LANES);
+                for (int q = 0; q < Q; q++) sums[q][v] = fma(weight[q], value, sums[q][v]);
+            }
+        }
+        for (int q = 0; q < Q; q++) {
+            for (int v = 0; v < N; v++) store(seen[q].mixed + at + v * LANES, sums[q][v]);
+        }
     }
 
     const Heads heads_;

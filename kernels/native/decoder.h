@@ -72,9 +72,11 @@ class Arena {
 };
 
 inline ActivationSpace take_space(Arena& arena, int64_t rows, int64_t cols) {
-    int64_t blocks = rows * ((cols + BLOCK - 1) / BLOCK);
-    return {arena.take<int8_t>(rows * cols), arena.take<float>(blocks), arena.take<float>(blocks),
-            arena.take<int32_t>(2 * blocks), arena.take<uint16_t>(rows * (cols + 1))};
+    rows = (rows + PANEL - 1) / PANEL * PANEL;
+    int64_t blocks = rows * ((cols + BLOCK - 1) / BLOCK), pairs = rows * ((cols + 1) / 2);
+    return {{arena.take<int8_t>(blocks * BLOCK), arena.take<float>(blocks), arena.take<float>(blocks),
+             arena.take<int32_t>(2 * blocks)},
+            arena.take<uint16_t>(2 * pairs), arena.take<float>(2 * pairs)};
 }
 
 // The working memory of one step.
@@ -125,14 +127,14 @@ class Decoder {
         auto after = [&](int64_t row) {
             if (next) begin_row(*next, row);
         };
-        product(space_.normed, shape_.hidden, {&layer.query, &layer.key, &layer.value},
+        product(shape_.hidden, {&layer.query, &layer.key, &layer.value},
                 {space_.query, space_.key, space_.value}, false, rotate);
         attention_.run(team_, space_.query, layer.keys, layer.values, space_.partial,
                        space_.scratch + member * space_.scratch_floats, space_.mixed, [&] { if (few_) all_rows(mixed); });
         if (!few_) team_.each(step_.tokens, mixed);
-        product(space_.mixed, query_size(), {&layer.output}, {step_.x}, true, feed_forward);
-        product(space_.normed, shape_.hidden, {&layer.gate, &layer.up}, {space_.gate, space_.up}, false, activated);
-        product(space_.gate, shape_.inner, {&layer.down}, {step_.x}, true, after);
+        product(query_size(), {&layer.output}, {step_.x}, true, feed_forward);
+        product(shape_.hidden, {&layer.gate, &layer.up}, {space_.gate, space_.up}, false, activated);
+        product(shape_.inner, {&layer.down}, {step_.x}, true, after);
     }
 
     // The first layer's input.
@@ -170,9 +172,9 @@ class Decoder {
     // Products of the derived activations, and then `once` for each row: by one member where the rows are few, which
     // spares a barrier.
     template <class Once>
-    void product(const float* values, int64_t cols, Weights weights, std::initializer_list<float*> outs, bool add,
+    void product(int64_t cols, Weights weights, std::initializer_list<float*> outs, bool add,
                  Once&& once) const {
-        Activations x{values, step_.tokens, cols, space_.derived.bytes(), space_.derived.halves};
+        Activations x = space_.derived.of(step_.tokens, cols);
         Target targets[3];
         int count = 0;
         for (float* out : outs) targets[count] = {out, weights.begin()[count]->rows, add}, count++;

@@ -1,7 +1,7 @@
 // Products of activations and weights, for any number of rows.
 //
 // Each element of the result is one lane's sum over the columns in their order, whatever the number of rows, the thread
-// and the place: rows are computed four, two or one at a time with the same operations, so a row's bits do not depend on
+// and the place: rows are computed eight, four, two or one at a time with the same operations, so a row's bits do not depend on
 // its neighbours. Weights are read once for all rows of a step (a chunk of them stays in the cache meanwhile).
 //
 // Quantized weights meet activations that were rounded to bytes, a scale for each 32 columns of a row. Other weights meet
@@ -16,86 +16,111 @@
 
 namespace sgl {
 
-// The forms of a step's activations that its weights need. `values` is [rows, cols].
+// The forms of a step's activations that its weights need: each in panels of PANEL rows.
 struct Activations {
-    const float* values;
     int64_t rows, cols;
     Quantized bytes;         // for quantized weights
-    const uint16_t* halves;  // for bfloat16 weights where BF16_DOT; rows padded to an even number of columns
+    const uint16_t* halves;  // for bfloat16 weights where BF16_DOT: pairs of columns, PANEL rows of each
+    const float* floats;     // for other weights, likewise
 };
 
-// Memory for the two derived forms.
+// Memory for these forms; the rows are filled up to a multiple of PANEL.
 struct ActivationSpace {
-    int8_t* q;
-    float *scale, *sum;
-    int32_t* half_sums;
+    QuantizedRows<int8_t, float, int32_t> bytes;
     uint16_t* halves;
+    float* floats;
 
-    Quantized bytes() const { return {q, scale, sum, half_sums}; }
+    Activations of(int64_t rows, int64_t cols) const {
+        return {rows, cols, {bytes.q, bytes.scale, bytes.sum, bytes.half_sums}, halves, floats};
+    }
 };
+
+// Where the pairs of columns of a row begin; the next pair is 2 * PANEL numbers further.
+inline int64_t pairs_at(int64_t row, int64_t cols) {
+    return 2 * (row / PANEL * PANEL * ((cols + 1) / 2) + row % PANEL);
+}
 
 // One row rounded to bytes. A row with a NaN or an infinity gives NaN scales: it fails visibly, and alone.
-SGL_OUTLINE inline void quantize_row(const float* x, int64_t cols, int8_t* q, float* scale, float* sum, int32_t* half_sums) {
-    for (int64_t b = 0; b < cols / BLOCK; b++) {
-        const float* block = x + b * BLOCK;
+SGL_OUTLINE inline void quantize_row(const float* x, int64_t row, int64_t cols, const ActivationSpace& space) {
+    auto to = space.bytes.at(row, cols / BLOCK);
+    for (const float* end = x + cols; x < end; x += BLOCK, to = to.next(PANEL)) {
         F top = zero(), check = zero();
         for (int i = 0; i < BLOCK; i += LANES) {
-            F v = load(block + i);
+            F v = load(x + i);
             top = largest_of(top, magnitude(v));
-            check = add(check, sgl::sub(v, v));
+            check = sgl::add(check, sgl::sub(v, v));
         }
         float d = largest(top) / 127.0f + sgl::sum(check);
-        float inverse = 1.0f / d;
-        int8_t* bytes = q + b * BLOCK;
+        F halves[2] = {zero(), zero()};  // whole numbers, whose sums are exact
         if (d > 0) {
-            for (int i = 0; i < BLOCK; i += LANES) store_s8(bytes + i, nearest(mul(load(block + i), fill(inverse))));
+            F inverse = fill(1.0f / d);
+            for (int i = 0; i < BLOCK; i += LANES) {
+                F whole = nearest(mul(load(x + i), inverse));
+                store_s8(to.q + i, whole);
+                halves[2 * i / BLOCK] = sgl::add(halves[2 * i / BLOCK], whole);
+            }
         } else {
-            std::memset(bytes, 0, BLOCK);
+            std::memset(to.q, 0, BLOCK);
         }
-        int32_t halves[2] = {0, 0};
-        for (int i = 0; i < BLOCK; i++) halves[i / 16] += bytes[i];
-        scale[b] = d;
-        sum[b] = d * float(halves[0] + halves[1]);
-        half_sums[2 * b] = halves[0], half_sums[2 * b + 1] = halves[1];
+        float sums[2] = {sgl::sum(halves[0]), sgl::sum(halves[1])};
+        *to.scale = d;
+        *to.sum = d * (sums[0] + sums[1]);
+        to.half_sums[0] = int32_t(sums[0]), to.half_sums[1] = int32_t(sums[1]);
     }
 }
 
-inline void round_row(const float* x, int64_t cols, uint16_t* halves) {
-    for (int64_t c = 0; c < cols; c++) halves[c] = float_to_bf16(x[c]);
-    if (cols & 1) halves[cols] = 0;
+template <class Number, class Convert>
+inline void copy_pairs(const float* x, int64_t row, int64_t cols, Number* to, Convert convert) {
+    to += pairs_at(row, cols);
+    for (int64_t c = 0; c < cols; c++) to[c / 2 * 2 * PANEL + (c & 1)] = convert(x[c]);
+    if (cols & 1) to[cols / 2 * 2 * PANEL + 1] = 0;
 }
 
 // Which forms the matrices need of one input.
 struct Forms {
-    bool bytes = false, halves = false;
+    bool bytes = false, halves = false, floats = false;
 
     void add(const Weight& w) {
+        bool pairs = BF16_DOT && w.type == BF16;
         bytes |= w.quantized();
-        halves |= BF16_DOT && w.type == BF16;
+        halves |= pairs;
+        floats |= !w.quantized() && !pairs;
     }
 };
 
 inline void derive_row(Forms forms, const float* x, int64_t row, int64_t cols, const ActivationSpace& to) {
-    if (forms.bytes) {
-        int64_t at = row * (cols / BLOCK);
-        quantize_row(x, cols, to.q + row * cols, to.scale + at, to.sum + at, to.half_sums + 2 * at);
-    }
-    if (forms.halves) round_row(x, cols, to.halves + row * ((cols + 1) / 2 * 2));
+    if (forms.bytes) quantize_row(x, row, cols, to);
+    if (forms.halves) copy_pairs(x, row, cols, to.halves, float_to_bf16);
+    if (forms.floats) copy_pairs(x, row, cols, to.floats, [](float v) { return v; });
 }
 
+// Calls `visit(head, tile, x)` for each block of a group of rows of the weights and of rows of activations, from the
+// first column to the last.
+template <class Codec, class Visit>
+inline void each_block(const Weight& w, const uint8_t* group, Quantized x, Visit&& visit) {
+    for (int64_t b = 0; b < w.blocks(); b += Codec::SUBS) {
+        auto head = Codec::head(group);
+        group += Codec::HEADER;
+        for (int sub = 0; sub < Codec::SUBS; sub++, group += Codec::TILE, x = x.next(PANEL)) visit(head, group, x);
+    }
+}
+
+// Where registers are few, the offsets of several rows are added up in a loop of their own, which leaves them to the products.
 template <class Codec, int R>
 SGL_OUTLINE inline void block_dots(const Weight& w, const uint8_t* group, const Activations& x, int64_t row, F out[R]) {
     F acc[R], lows[R];
     for (int r = 0; r < R; r++) acc[r] = zero(), lows[r] = zero();
-    int64_t blocks = w.blocks();
-    Quantized q = x.bytes.at(row, 0, blocks);
-    for (int64_t b = 0; b < blocks; b += Codec::SUBS) {
-        auto head = Codec::head(group);
-        group += Codec::HEADER;
-        for (int sub = 0; sub < Codec::SUBS; sub++, group += Codec::TILE) {
-            Codec::template block<R>(head, group, sub, q.at(0, b + sub, blocks), blocks, acc, lows);
-        }
-    }
+    Quantized rows = x.bytes.at(row, w.blocks());
+    auto add_offsets = [&](auto& head, const uint8_t* tile, const Quantized& at) {
+        F low = Codec::low(head, tile);
+        for (int r = 0; r < R; r++) lows[r] = fma(low, fill(at.sum[r]), lows[r]);
+    };
+    constexpr bool at_once = MANY_REGISTERS || R <= 2;
+    each_block<Codec>(w, group, rows, [&](auto& head, const uint8_t* tile, const Quantized& at) {
+        Codec::template add<R>(head, tile, at, acc);
+        if constexpr (Codec::LOWS && at_once) add_offsets(head, tile, at);
+    });
+    if constexpr (Codec::LOWS && !at_once) each_block<Codec>(w, group, rows, add_offsets);
     for (int r = 0; r < R; r++) out[r] = sgl::add(acc[r], lows[r]);
 }
 
@@ -103,23 +128,16 @@ template <class Codec, int R, int G>
 SGL_OUTLINE inline void float_dots(const Weight& w, const uint8_t* group, const Activations& x, int64_t row, F out[G * R]) {
     F even[G * R], odd[G * R];
     for (int i = 0; i < G * R; i++) even[i] = zero(), odd[i] = zero();
-    int64_t bytes = float_group_bytes<Codec>(w), whole = w.cols / 2;
-    const float* v = x.values + row * w.cols;
-    for (int64_t p = 0; p < whole; p++) {
+    int64_t bytes = float_group_bytes<Codec>(w);
+    const float* v = x.floats + pairs_at(row, w.cols);
+    for (int64_t p = 0; p < w.pairs(); p++, v += 2 * PANEL, group += Codec::TILE) {
         for (int g = 0; g < G; g++) {
             F first, second;
-            Codec::load_two(group + g * bytes + p * Codec::TILE, first, second);
+            Codec::load_two(group + g * bytes, first, second);
             for (int r = 0; r < R; r++) {
-                even[g * R + r] = fma(first, fill(v[r * w.cols + 2 * p]), even[g * R + r]);
-                odd[g * R + r] = fma(second, fill(v[r * w.cols + 2 * p + 1]), odd[g * R + r]);
+                even[g * R + r] = fma(first, fill(v[2 * r]), even[g * R + r]);
+                odd[g * R + r] = fma(second, fill(v[2 * r + 1]), odd[g * R + r]);
             }
-        }
-    }
-    if (w.cols & 1) {
-        for (int g = 0; g < G; g++) {
-            F first, second;
-            Codec::load_two(group + g * bytes + whole * Codec::TILE, first, second);
-            for (int r = 0; r < R; r++) even[g * R + r] = fma(first, fill(v[r * w.cols + 2 * whole]), even[g * R + r]);
         }
     }
     for (int i = 0; i < G * R; i++) out[i] = sgl::add(even[i], odd[i]);
@@ -129,12 +147,12 @@ template <int R, int G>
 SGL_OUTLINE inline void pair_dots(const Weight& w, const uint8_t* group, const Activations& x, int64_t row, F out[G * R]) {
     F acc[G * R];
     for (int i = 0; i < G * R; i++) acc[i] = zero();
-    int64_t bytes = float_group_bytes<BFloat16>(w), pairs = w.pairs();
-    const uint16_t* v = x.halves + row * 2 * pairs;
-    for (int64_t p = 0; p < pairs; p++) {
+    int64_t bytes = float_group_bytes<BFloat16>(w);
+    const uint16_t* v = x.halves + pairs_at(row, w.cols);
+    for (int64_t p = 0; p < w.pairs(); p++, v += 2 * PANEL, group += BFloat16::TILE) {
         for (int g = 0; g < G; g++) {
-            Bytes two = load_bytes(group + g * bytes + p * BFloat16::TILE);
-            for (int r = 0; r < R; r++) acc[g * R + r] = dot_pairs(acc[g * R + r], two, v + 2 * (r * pairs + p));
+            Bytes two = load_bytes(group + g * bytes);
+            for (int r = 0; r < R; r++) acc[g * R + r] = dot_pairs(acc[g * R + r], two, v + 2 * r);
         }
     }
     for (int i = 0; i < G * R; i++) out[i] = acc[i];
@@ -164,7 +182,7 @@ inline void write_lanes(const Weight& w, int64_t group, const Target& to, int64_
 }
 
 // Groups of floating-point weights that are computed together, so that enough sums are under way.
-constexpr int groups_together(int rows) { return rows == 1 ? 4 : rows == 2 ? 2 : 1; }
+constexpr int groups_together(int rows) { return MANY_REGISTERS && rows > 2 ? 2 : rows == 1 ? 4 : rows == 2 ? 2 : 1; }
 
 template <int R>
 SGL_OUTLINE inline void dots(const Weight& w, int64_t begin, int64_t end, const Activations& x, int64_t row, const Target& to) {
@@ -200,7 +218,8 @@ constexpr int64_t CHUNK = 4;
 
 SGL_OUTLINE inline void multiply_chunk(const Weight& w, int64_t chunk, const Target& to, const Activations& x) {
     int64_t begin = chunk * CHUNK, end = std::min(begin + CHUNK, w.groups()), row = 0;
-    for (; row + 4 <= x.rows; row += 4) dots<4>(w, begin, end, x, row, to);
+    for (; row + PANEL <= x.rows; row += PANEL) dots<PANEL>(w, begin, end, x, row, to);
+    if (PANEL > 4 && row + 4 <= x.rows) dots<4>(w, begin, end, x, row, to), row += 4;
     if (row + 2 <= x.rows) dots<2>(w, begin, end, x, row, to), row += 2;
     if (row < x.rows) dots<1>(w, begin, end, x, row, to);
 }

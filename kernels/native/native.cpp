@@ -39,7 +39,7 @@ void linear(const Weight* w, const float* x, int64_t rows, float* out) {
     arena().provide([&] { space = take_space(arena(), rows, w->cols); });
     Forms forms;
     forms.add(*w);
-    Activations activations{x, rows, w->cols, space.bytes(), space.halves};
+    Activations activations = space.of(rows, w->cols);
     Target target{out, w->rows, false};
     Team& all = team();
     all.run([&] {

@@ -8,6 +8,7 @@
 //   Bytes                      4 bytes in each of LANES lanes
 //   Partial                    sums of products of bytes, before they are widened to I
 //   S8_OFFSET                  what `dot_signed` adds to each weight (0, or 128 where bytes must be unsigned)
+//   MANY_REGISTERS             32 vectors, not 16
 //   BF16_DOT                   whether products of bfloat16 pairs are an instruction
 //
 // Every function does the same arithmetic for a lane whatever is in the others, so results do not depend on how rows

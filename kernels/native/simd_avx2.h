@@ -7,6 +7,7 @@ namespace sgl {
 
 constexpr int LANES = 8;
 constexpr int S8_OFFSET = 0;
+constexpr bool MANY_REGISTERS = false;
 constexpr bool BF16_DOT = false;
 #if defined(__AVXVNNI__)
 constexpr const char* ISA = "avx2+vnni";

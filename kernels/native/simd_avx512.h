@@ -7,6 +7,7 @@ namespace sgl {
 
 constexpr int LANES = 16;
 constexpr int S8_OFFSET = 128;
+constexpr bool MANY_REGISTERS = true;
 #if defined(__AVX512BF16__)
 constexpr bool BF16_DOT = true;
 constexpr const char* ISA = "avx512+vnni+bf16";

@@ -5,6 +5,7 @@ namespace sgl {
 
 constexpr int LANES = 8;
 constexpr int S8_OFFSET = 0;
+constexpr bool MANY_REGISTERS = true;
 constexpr bool BF16_DOT = false;
 constexpr const char* ISA = "plain";
 

@@ -5,7 +5,8 @@
 // scales included, to the bit; only the order changes (`write`), and `read` gives the row back.
 //
 // A codec has: SUBS blocks of 32 columns share a header of HEADER bytes; each block has TILE bytes (LANES rows);
-// SOURCE bytes are one row's SUBS blocks in a GGUF file.
+// SOURCE bytes are one row's SUBS blocks in a GGUF file. `add` adds the products of a block with R rows of bytes to their
+// sums; where LOWS, a weight has an offset that is constant in the block (`low`), which meets the block's sum.
 #pragma once
 
 #include "simd.h"
@@ -16,21 +17,25 @@ namespace sgl {
 enum Type : int32_t { F32 = 0, F16 = 1, Q4_0 = 2, Q4_1 = 3, Q8_0 = 8, Q4_K = 12, Q6_K = 14, BF16 = 30 };
 
 constexpr int BLOCK = 32;
+constexpr int PANEL = MANY_REGISTERS ? 8 : 4;  // rows of activations that are multiplied together
 constexpr int HALVES = LANES * 2;  // bytes of one 16-bit number per lane
 
 // Rows of activations as bytes: 32 columns share a scale. `sum` is the scaled sum of a block, `half_sums` those of the
-// bytes of each half.
-struct Quantized {
-    const int8_t* q;
-    const float* scale;
-    const float* sum;
-    const int32_t* half_sums;
+// bytes of each half. PANEL rows lie together, block by block, so that one pointer and fixed distances reach all rows of
+// a product: the next row is one block further, the next block PANEL.
+template <class Byte, class Float, class Int>
+struct QuantizedRows {
+    Byte* q;
+    Float* scale;
+    Float* sum;
+    Int* half_sums;
 
-    Quantized at(int64_t row, int64_t block, int64_t blocks) const {
-        int64_t i = row * blocks + block;
-        return {q + i * BLOCK, scale + i, sum + i, half_sums + 2 * i};
+    QuantizedRows at(int64_t row, int64_t blocks) const { return next(row / PANEL * PANEL * blocks + row % PANEL); }
+    QuantizedRows next(int64_t count) const {
+        return {q + count * BLOCK, scale + count, sum + count, half_sums + 2 * count};
     }
 };
+using Quantized = QuantizedRows<const int8_t, const float, const int32_t>;
 
 inline uint16_t half_at(const uint8_t* p, int i) {
     uint16_t bits;
@@ -51,14 +56,14 @@ inline int nibble_at(const uint8_t* tile, int lane, int column) {
 
 // Dot products of one tile of nibbles with R rows of bytes.
 template <int R>
-inline void dot_nibbles(const uint8_t* tile, const int8_t* q, int64_t stride, I out[R]) {
+inline void dot_nibbles(const uint8_t* tile, const int8_t* q, I out[R]) {
     Partial p[R];
     for (int r = 0; r < R; r++) p[r] = no_products();
     for (int quad = 0; quad < 4; quad++) {
         Bytes both = load_bytes(tile + 4 * LANES * quad);
         Bytes low = low_nibbles(both), high = high_nibbles(both);
         for (int r = 0; r < R; r++) {
-            const int8_t* x = q + r * stride + 4 * quad;
+            const int8_t* x = q + r * BLOCK + 4 * quad;
             p[r] = add_products(p[r], low, four_bytes(x));
             p[r] = add_products(p[r], high, four_bytes(x + 16));
             settle(p[r]);
@@ -67,10 +72,17 @@ inline void dot_nibbles(const uint8_t* tile, const int8_t* q, int64_t stride, I 
     for (int r = 0; r < R; r++) out[r] = widen(p[r]);
 }
 
+// acc += d * the rows' scales * dots.
+template <int R>
+inline void add_scaled(F d, const I dots[R], const Quantized& x, F acc[R]) {
+    for (int r = 0; r < R; r++) acc[r] = fma(mul(d, fill(x.scale[r])), to_float(dots[r]), acc[r]);
+}
+
 // w = scale * nibble + low, both per row and block. Q4_0 has no lows of its own: they are -8 scales.
 template <bool with_low>
 struct Nibbles {
     static constexpr int SUBS = 1, HEADER = 0;
+    static constexpr bool LOWS = true;
     static constexpr int SCALES = with_low ? 2 : 1;
     static constexpr int TILE = HALVES * SCALES + 16 * LANES, SOURCE = 2 * SCALES + 16;
     struct Head {};
@@ -86,21 +98,20 @@ struct Nibbles {
     static Head head(const uint8_t*) { return {}; }
 
     template <int R>
-    static void block(const Head&, const uint8_t* tile, int, Quantized x, int64_t blocks, F acc[R], F lows[R]) {
+    static void add(const Head&, const uint8_t* tile, const Quantized& x, F acc[R]) {
         I dots[R];
-        dot_nibbles<R>(tile + HALVES * SCALES, x.q, blocks * BLOCK, dots);
-        F d = load_halves(tile);
-        F low = with_low ? load_halves(tile + HALVES) : mul(d, fill(-8.0f));
-        for (int r = 0; r < R; r++) {
-            acc[r] = fma(mul(d, fill(x.scale[r * blocks])), to_float(dots[r]), acc[r]);
-            lows[r] = fma(low, fill(x.sum[r * blocks]), lows[r]);
-        }
+        dot_nibbles<R>(tile + HALVES * SCALES, x.q, dots);
+        add_scaled<R>(load_halves(tile), dots, x, acc);
+    }
+    static F low(const Head&, const uint8_t* tile) {
+        return with_low ? load_halves(tile + HALVES) : mul(load_halves(tile), fill(-8.0f));
     }
 };
 
 // w = scale * byte.
 struct Int8 {
     static constexpr int SUBS = 1, HEADER = 0, TILE = HALVES + 32 * LANES, SOURCE = 34;
+    static constexpr bool LOWS = S8_OFFSET != 0;
     struct Head {};
 
     static void write(uint8_t* group, int lane, const uint8_t* source) {
@@ -116,26 +127,22 @@ struct Int8 {
     static Head head(const uint8_t*) { return {}; }
 
     template <int R>
-    static void block(const Head&, const uint8_t* tile, int, Quantized x, int64_t blocks, F acc[R], F lows[R]) {
+    static void add(const Head&, const uint8_t* tile, const Quantized& x, F acc[R]) {
         I dots[R];
         for (int r = 0; r < R; r++) dots[r] = zero_int();
         for (int quad = 0; quad < 8; quad++) {
             Bytes w = load_bytes(tile + HALVES + 4 * LANES * quad);
-            for (int r = 0; r < R; r++) {
-                dots[r] = dot_signed(dots[r], w, four_bytes(x.q + r * blocks * BLOCK + 4 * quad));
-            }
+            for (int r = 0; r < R; r++) dots[r] = dot_signed(dots[r], w, four_bytes(x.q + r * BLOCK + 4 * quad));
         }
-        F d = load_halves(tile);
-        for (int r = 0; r < R; r++) {
-            acc[r] = fma(mul(d, fill(x.scale[r * blocks])), to_float(dots[r]), acc[r]);
-            if (S8_OFFSET) lows[r] = fma(mul(d, fill(-float(S8_OFFSET))), fill(x.sum[r * blocks]), lows[r]);
-        }
+        add_scaled<R>(load_halves(tile), dots, x, acc);
     }
+    static F low(const Head&, const uint8_t* tile) { return mul(load_halves(tile), fill(-float(S8_OFFSET))); }
 };
 
 // Q4_K: w = d * scale * nibble - dmin * min; d and dmin per 256 columns, scale and min of 6 bits per 32.
 struct NibblesK {
     static constexpr int SUBS = 8, HEADER = 2 * HALVES, TILE = 2 * LANES + 16 * LANES, SOURCE = 144;
+    static constexpr bool LOWS = true;
     struct Head { F d, dmin; };
 
     // The 6-bit numbers of block `sub` among the 12 bytes of a superblock.
@@ -173,20 +180,18 @@ struct NibblesK {
     static Head head(const uint8_t* group) { return {load_halves(group), load_halves(group + HALVES)}; }
 
     template <int R>
-    static void block(const Head& h, const uint8_t* tile, int, Quantized x, int64_t blocks, F acc[R], F lows[R]) {
+    static void add(const Head& h, const uint8_t* tile, const Quantized& x, F acc[R]) {
         I dots[R];
-        dot_nibbles<R>(tile + 2 * LANES, x.q, blocks * BLOCK, dots);
-        F scale = mul(h.d, load_u8(tile)), low = sub(zero(), mul(h.dmin, load_u8(tile + LANES)));
-        for (int r = 0; r < R; r++) {
-            acc[r] = fma(mul(scale, fill(x.scale[r * blocks])), to_float(dots[r]), acc[r]);
-            lows[r] = fma(low, fill(x.sum[r * blocks]), lows[r]);
-        }
+        dot_nibbles<R>(tile + 2 * LANES, x.q, dots);
+        add_scaled<R>(mul(h.d, load_u8(tile)), dots, x, acc);
     }
+    static F low(const Head& h, const uint8_t* tile) { return sub(zero(), mul(h.dmin, load_u8(tile + LANES))); }
 };
 
 // Q6_K: w = d * scale * (six bits - 32); d per 256 columns, a signed byte as scale per 16.
 struct SixBits {
     static constexpr int SUBS = 8, HEADER = HALVES, TILE = 2 * LANES + 24 * LANES, SOURCE = 210;
+    static constexpr bool LOWS = false;
     static constexpr int LOW = 2 * LANES, HIGH = 18 * LANES;  // where in a tile the low four bits and the high two are
     struct Head { F d; };
 
@@ -224,11 +229,11 @@ struct SixBits {
 
     // 16 columns: the low bits of four quads, and their high ones in the four fields of one vector.
     template <int R>
-    static void half_block(const Bytes low[4], Bytes high, const int8_t* q, int64_t stride, I out[R]) {
+    static void half_block(const Bytes low[4], Bytes high, const int8_t* q, I out[R]) {
         Bytes w[4] = {either(low[0], two_bits_high<0>(high)), either(low[1], two_bits_high<1>(high)),
                       either(low[2], two_bits_high<2>(high)), either(low[3], two_bits_high<3>(high))};
         for (int r = 0; r < R; r++) {
-            const int8_t* x = q + r * stride;
+            const int8_t* x = q + r * BLOCK;
             Partial first = add_products(add_products(no_products(), w[0], four_bytes(x)), w[1], four_bytes(x + 4));
             Partial rest = add_products(add_products(no_products(), w[2], four_bytes(x + 8)), w[3], four_bytes(x + 12));
             out[r] = add_int(widen(first), widen(rest));
@@ -236,25 +241,26 @@ struct SixBits {
     }
 
     template <int R>
-    static void block(const Head& h, const uint8_t* tile, int, Quantized x, int64_t blocks, F acc[R], F[R]) {
+    static void add(const Head& h, const uint8_t* tile, const Quantized& x, F acc[R]) {
         Bytes low[4], high[4];
         for (int quad = 0; quad < 4; quad++) {
             Bytes both = load_bytes(tile + LOW + 4 * LANES * quad);
             low[quad] = low_nibbles(both), high[quad] = high_nibbles(both);
         }
         I dots[2][R];
-        half_block<R>(low, load_bytes(tile + HIGH), x.q, blocks * BLOCK, dots[0]);
-        half_block<R>(high, load_bytes(tile + HIGH + 4 * LANES), x.q + 16, blocks * BLOCK, dots[1]);
-        I scale[2] = {load_s8(tile), load_s8(tile + LANES)};
+        half_block<R>(low, load_bytes(tile + HIGH), x.q, dots[0]);
+        half_block<R>(high, load_bytes(tile + HIGH + 4 * LANES), x.q + 16, dots[1]);
+        I scale[2] = {load_s8(tile), load_s8(tile + LANES)}, totals[R];
         for (int r = 0; r < R; r++) {
-            I total = zero_int();
+            totals[r] = zero_int();
             for (int half = 0; half < 2; half++) {
-                I centred = sub_int(dots[half][r], fill_int(32 * x.half_sums[2 * r * blocks + half]));
-                total = add_int(total, mul_int(scale[half], centred));
+                I centred = sub_int(dots[half][r], fill_int(32 * x.half_sums[2 * r + half]));
+                totals[r] = add_int(totals[r], mul_int(scale[half], centred));
             }
-            acc[r] = fma(mul(h.d, fill(x.scale[r * blocks])), to_float(total), acc[r]);
         }
+        add_scaled<R>(h.d, totals, x, acc);
     }
+    static F low(const Head&, const uint8_t*) { return zero(); }  // never called
 };
 
 // Floating-point weights: two columns at a time, in a tile of TILE bytes; the products of even and odd columns are summed
