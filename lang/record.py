@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections import OrderedDict
 from collections.abc import Iterable
 
@@ -26,7 +27,6 @@ class RunRecord:
 
     Attributes:
         name: of the program.
-        backend: what executes it.
         fragments: per message, the seconds since the start and the nodes.
         values: by node, the seconds since the start and the event.
         end: how it ended, and after how many seconds.
@@ -35,7 +35,7 @@ class RunRecord:
 
     def __init__(self, name: str, backend: Backend) -> None:
         self.name = name
-        self.backend = backend
+        self._backend = weakref.ref(backend)  # being looked at keeps no engine alive
         self.fragments: list[tuple[float, tuple[Node, ...]]] = []
         self.values: dict[int, tuple[float, ValueEvent]] = {}
         self.end: tuple[float, DoneEvent | FailedEvent] | None = None
@@ -64,6 +64,11 @@ class RunRecord:
             self.values[event.node] = (now, event)
         elif isinstance(event, (DoneEvent, FailedEvent)):
             self.end = (now, event)
+
+    @property
+    def backend(self) -> Backend | None:
+        """What executed it, if somebody still has it."""
+        return self._backend()
 
     @property
     def nodes(self) -> list[Node]:

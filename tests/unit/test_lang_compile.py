@@ -9,6 +9,7 @@ import pytest
 import sgl
 from sgl.errors import GenerationError, InvalidParameter, InvalidProgram
 from sgl.lang.compile import CompiledProgram
+from sgl.lang.dataflow import needs, parents
 from sgl.lang.graph import Fork, Gen, Select
 
 
@@ -148,6 +149,32 @@ def test_formats_of_what_is_not_known():
     with pytest.raises(InvalidProgram, match="format '>10'"):
         program.trace()
     assert program.trace("tea").graph.nodes[0].segments[0].text == "tea and tea or tea       tea"
+
+
+def test_19_nested_programs_and_forks_have_the_right_edges():
+    @sgl.function
+    def ask(s, what):
+        s += f"On {what}: " + sgl.gen("view", max_tokens=2)
+        return s["view"]
+
+    @sgl.function
+    def program(s, topic):
+        s += "Talk about " + topic + ". "
+        forks = s.fork(3)
+        for fork in forks:
+            fork.call(ask, topic)
+        forks.join()
+        s += "; ".join(s["view"]) + " So: " + sgl.gen("end", max_tokens=2)
+
+    trace = program.trace()
+    assert {child: parent for child, (parent, _) in parents(trace.graph).items()} == {1: 0, 2: 0, 3: 0}
+    views = [at for at, node in enumerate(trace.graph.nodes) if isinstance(node, Gen) and node.name == "view"]
+    end = next(at for at, node in enumerate(trace.graph.nodes) if isinstance(node, Gen) and node.name == "end")
+    assert set(views) <= needs(trace.graph)[end - 1]  # the text before the end reads them
+    answers = {"view": ["good", "bad", "so so"], "end": "well"}
+    interpreted = program.run("tea", backend=sgl.MockBackend(answers))
+    compiled = program.compile().run("tea", backend=sgl.MockBackend(answers))
+    assert (compiled.text(), compiled["view"]) == (interpreted.text(), interpreted["view"])
 
 
 def test_assumed_values_lead_the_trace_through_control_flow():
