@@ -162,8 +162,10 @@ class Drawing:
         if not isinstance(grammar, CheckedGrammar) or matcher is None or not matcher.is_complete():
             return None
 
+        checked = grammar
+
         def check() -> tuple[()]:
-            grammar.check(value)
+            checked.check(value)
             return ()
 
         return check
@@ -202,7 +204,7 @@ class Drawing:
 def _steering(closer: Closer, grammar: CompiledGrammar, matcher: Matcher, budget: int) -> Steering | None:
     """What keeps a constrained text within its budget; a reasoning without a constraint behind it needs none."""
     if not isinstance(grammar, ReasoningGrammar):
-        return Steering(closer, matcher, closer.start(grammar), budget)
+        return Steering(closer, matcher, closer.start(grammar, budget), budget)
     if grammar.inner is None:
         return None
     return Steering(closer, matcher, grammar.completion(closer.start(grammar.inner)), budget)
