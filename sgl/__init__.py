@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         token_length_normalized,
         unconditional_likelihood_normalized,
     )
+    from sgl.lang.compile import CompiledProgram
     from sgl.lang.decorator import function
     from sgl.lang.defaults import default_backend, flush_cache, get_server_info, set_default_backend
     from sgl.lang.expressions import gen, gen_int, gen_string, select, separate_reasoning
@@ -75,6 +76,7 @@ _HOME = {
     "sgl.lang.batch": ("Batch",),
     "sgl.lang.expressions": ("gen", "gen_int", "gen_string", "select", "separate_reasoning"),
     "sgl.lang.fork": ("ProgramStateGroup",),
+    "sgl.lang.compile": ("CompiledProgram",),
     "sgl.lang.decorator": ("function",),
     "sgl.lang.function": ("SglFunction",),
     "sgl.lang.mock": ("MockBackend",),
@@ -108,6 +110,7 @@ __all__ = [
     "AsyncProgramState",
     "Batch",
     "ChoicesSamplingMethod",
+    "CompiledProgram",
     "Engine",
     "EngineConfig",
     "LiteLLM",

@@ -21,7 +21,7 @@ import msgspec
 
 from sgl.errors import EngineDead, GenerationError, InternalError, SglError, Unsupported
 from sgl.grammars.formats import message_parser, reasoning_format
-from sgl.grammars.spec import Constraint, Ebnf, JsonSchema, Regex
+from sgl.grammars.spec import Choices, Constraint, Ebnf, JsonSchema, Regex
 from sgl.lang.api import speculation
 from sgl.lang.api.messages import STYLES, ApiPrompt, Ask, Client, Reply
 from sgl.lang.api.options import Taken, take_option
@@ -176,7 +176,7 @@ class ApiSession(GraphSession[ApiPrompt]):
             Ebnf: self._able.ebnf,
         }
         constraint = node.constraint
-        if constraint is None or able.get(type(constraint), False):
+        if constraint is None or isinstance(constraint, Choices) or able.get(type(constraint), False):
             return None
         return f"cannot hold a generation to a {type(constraint).__name__}"
 
@@ -236,6 +236,9 @@ class ApiSession(GraphSession[ApiPrompt]):
 
     def generate(self, branch: Branch[ApiPrompt], node: Gen) -> None:
         """Take the value from what the model wrote ahead, or ask for it."""
+        if isinstance(node.constraint, Choices):
+            self.select(branch, _as_select(node, node.constraint))
+            return
         if (cut := speculation.take_ahead(branch.prompt, node)) is not None:
             surplus, ended = branch.prompt.ahead[len(cut.text) :], branch.prompt.ahead_ended
             self._value(branch, node, cut.text, "stop", cut.matched or None, Reply("", "stop"), surplus, ended)
@@ -419,6 +422,20 @@ class ApiSession(GraphSession[ApiPrompt]):
             self.later(lambda: self.fail(failure, node))
 
         self._backend.requests.post(request)
+
+
+def _as_select(node: Gen, options: Choices) -> Select:
+    """A generation that has to be one of some texts, as endpoints can do it; whether they can, `select` finds out."""
+    sampling = node.sampling
+    return Select(
+        id=node.id,
+        branch=node.branch,
+        location=node.location,
+        name=node.name,
+        choices=options.options,
+        temperature=sampling.temperature,
+        seed=sampling.seed,
+    )
 
 
 _DEFAULT = Sampling()

@@ -6,7 +6,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from support.backend_conformance import BackendConformance
@@ -149,6 +149,15 @@ def test_select_by_an_answer_that_has_to_be_an_option():
         state = alike.run(backend=backend)
     assert (state["which"], state.probabilities("which")["tea with lemon"]) == ("tea with lemon", 1.0)
     assert api.bodies[-1]["response_format"]["json_schema"]["strict"] is True
+
+
+def test_a_generation_of_one_of_some_texts_is_a_select():
+    @sgl.function
+    def program(s):
+        s += sgl.user("Which?") + sgl.assistant(sgl.gen("which", type=Literal["tea", "coffee"], temperature=0))
+
+    with serving(counting, lambda prompt: {"cof": -0.3, "tea": -1.5}) as api, openai(api) as backend:
+        assert program.run(backend=backend)["which"] == "coffee"
 
 
 def test_select_without_any_means_is_unsupported():

@@ -23,6 +23,7 @@ PUBLIC = [
     "AsyncProgramState",
     "Batch",
     "ChoicesSamplingMethod",
+    "CompiledProgram",
     "Engine",
     "EngineConfig",
     "MockBackend",
