@@ -4,12 +4,14 @@ Owns a small model of the engine: states rendered by the model's tokenizer and t
 everything, and steps that carry a bounded number of tokens. It computes nothing. `explain` uses it; that its figures
 are those of the engine, where lengths are known, is a test on the engine's counters.
 
-Generations are as long as they may be, unless a value is assumed for them. The pool is taken to be large enough, all
-programs to start together, and a constraint to force nothing: the figures are those of an engine that is not pressed.
+Generations are as long as they may be (by their budget, or by a regex or options that bound them), unless a value is
+assumed for them. The pool is taken to be large enough, all programs to start together, and a constraint to force
+nothing: the figures are those of an engine that is not pressed.
 """
 
 from __future__ import annotations
 
+import re
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +19,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from sgl.errors import InvalidProgram
+from sgl.grammars.spec import Choices, Regex
 from sgl.lang.dataflow import needs
 from sgl.lang.graph import (
     ARGUMENTS,
@@ -407,8 +410,9 @@ class _Program:
         state.flush()
         given = self._trace.values.get(node.id)
         if given is None:
-            text = self._renderer.filler(node.sampling.max_new_tokens)
-            draws = self._engine.new_ids(node.sampling.max_new_tokens)
+            length = most_tokens(node, self._renderer)
+            text = self._renderer.filler(length)
+            draws = self._engine.new_ids(length)
         else:
             probe = state.copy()
             probe.add_generated(given)
@@ -455,6 +459,30 @@ class _Program:
         self._values[branch.id, node.name] = value
         branch.busy = False
         self.advance()
+
+
+def most_tokens(node: Gen, renderer: Renderer) -> int:
+    """How long a generation may become: its budget, or what its constraint leaves of it.
+
+    Example:
+        >>> from sgl.lang.rendering import PlainRenderer, words
+        >>> most_tokens(Gen(id=0, name="x", constraint=Regex("[1-5]")), PlainRenderer("words", words))
+        1
+    """
+    budget = node.sampling.max_new_tokens
+    match node.constraint:
+        case Choices(options=options):
+            return min(budget, max(map(renderer.count, options)))
+        case Regex(pattern=pattern):
+            return min(budget, _widest(pattern))
+        case _:
+            return budget
+
+
+def _widest(pattern: str) -> int:
+    """Most characters that a pattern matches, as Python's own reader of patterns knows it."""
+    reader = getattr(re, "_parser", None)
+    return int(reader.parse(pattern).getwidth()[1]) if reader is not None else 2**31
 
 
 def _joins(nodes: Iterable[Node]) -> list[Join]:
