@@ -68,14 +68,23 @@ class Closer:
         self._kinds = [(token_id, _kind(text[0])) for text, token_id in single]
         words = (text for text in vocabulary.ids if len(text) > 1 and text.isalnum() and text.isascii())
         self._words = [vocabulary.ids[text][0] for text in sorted(words, key=len, reverse=True)[:_MAX_WORDS]]
-        self._starts: weakref.WeakKeyDictionary[CompiledGrammar, tuple[int, ...] | None] = weakref.WeakKeyDictionary()
+        self._starts: weakref.WeakKeyDictionary[CompiledGrammar, _Start] = weakref.WeakKeyDictionary()
 
-    def start(self, grammar: CompiledGrammar) -> tuple[int, ...] | None:
-        """The shortest completion that is found at the start of a grammar, which is looked for once; `None` without."""
-        if grammar not in self._starts:
+    def start(self, grammar: CompiledGrammar, most: int = MAX_START_LEN) -> tuple[int, ...] | None:
+        """A completion of at most `most` tokens at the start of a grammar; `None` when none is found.
+
+        What was looked for is kept: only the first call for a grammar, and the first for a tighter budget, takes long.
+        """
+        known = self._starts.get(grammar)
+        if known is None:
             found = self.find(grammar.matcher(), MAX_START_LEN)
-            self._starts[grammar] = None if found is None else tuple(found)
-        return self._starts[grammar]
+            known = self._starts[grammar] = _Start(None if found is None else tuple(found), 0)
+        if known.path is not None and known.none_within < most < len(known.path):
+            found = self.find(grammar.matcher(), most)
+            known = self._starts[grammar] = (
+                known._replace(none_within=most) if found is None else known._replace(path=tuple(found))
+            )
+        return known.path if known.path is not None and len(known.path) <= most else None
 
     def find(self, matcher: Matcher, most: int, like: Sequence[int] = (), *, search: bool = True) -> list[int] | None:
         """At most `most` tokens after which the text is complete; `None` when none are found.
@@ -176,6 +185,13 @@ class Closer:
         return row
 
 
+class _Start(NamedTuple):
+    """What is known at the start of a grammar: a completion, and that none was found within so many tokens."""
+
+    path: tuple[int, ...] | None
+    none_within: int
+
+
 class _Look(NamedTuple):
     """A position to look at: after `token_id`, from `matcher` (which stands after `path`)."""
 
@@ -196,7 +212,7 @@ class Steering:
     Args:
         closer: looks for completions.
         matcher: of the generation, which calls `keeps` after each token that it accepted.
-        start: a completion of the empty text, if one is known.
+        start: a completion of the empty text, if one is known (`Closer.start`).
         budget: tokens that the generation may have.
     """
 
@@ -206,9 +222,7 @@ class Steering:
         self._path: list[int] | None = None  # a completion of the text as it is now
         self._last: list[int] = []  # the last one that was known
         self._look_at = 0
-        if start is not None and len(start) > budget:
-            start = closer.find(matcher, budget)
-        self._found(list(start) if start is not None else None, budget)
+        self._found(list(start) if start is not None and len(start) <= budget else None, budget)
 
     def keeps(self, token_id: int, left: int) -> bool:
         """Whether `token_id`, which was just added to the text, may stay, with `left` more tokens to come.
@@ -222,7 +236,9 @@ class Steering:
             return True
         if left > self._look_at:
             return True
-        found = self._closer.find(self._matcher, left, before or self._last, search=before is None)
+        # A search is worth its time where a completion was known and is lost, between two looks.
+        search = before is None and bool(self._last)
+        found = self._closer.find(self._matcher, left, before or self._last, search=search)
         if found is None and before is not None:
             self._matcher.rollback(1)
             self._path = before
@@ -242,7 +258,7 @@ class Steering:
     def _found(self, path: list[int] | None, left: int) -> None:
         self._path = path
         if path is None:
-            self._look_at = left - max(1, left // 4)
+            self._look_at = left // 2
         else:
             self._last = path
             self._look_at = left - max(1, (left - len(path) - _CLOSE) // 8)

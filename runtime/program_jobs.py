@@ -65,7 +65,8 @@ class PrepareGen:
         backend = None if self._node.sampling.grammar_backend == "auto" else self._node.sampling.grammar_backend
         grammar = services.compiler.compile(constraint, backend) if constraint is not None else None
         if grammar is not None:
-            services.compiler.closer.start(grammar)  # looked for here, off the step loop, and kept
+            # Looked for here, off the step loop, and kept.
+            services.compiler.closer.start(grammar, self._node.sampling.max_new_tokens)
         return self._after_reasoning(grammar) if self._reasons else grammar
 
     def _after_reasoning(self, grammar: CompiledGrammar | None) -> CompiledGrammar | None:

@@ -101,7 +101,7 @@ class Report:
         grammar = self.compiler.compile(constraint)
         matcher = grammar.matcher()
         closer = self.compiler.closer
-        steering = Steering(closer, matcher, closer.start(grammar), BUDGET)
+        steering = Steering(closer, matcher, closer.start(grammar, BUDGET), BUDGET)
         bitmask = allocate_bitmask(1, self._vocab_size)
         written: list[int] = []
         while len(written) < BUDGET and matcher.stop_reason() is StopReason.NOT_STOPPED:
