@@ -63,7 +63,7 @@ class TagWriter:
         """A rule expression of `fmt` and one of `ends`. `last`: only the end of the output follows."""
         has_end = ends != ("",)
         regular = self.regular(fmt)
-        if regular is not None and not isinstance(fmt, (ConstString, Tag)):
+        if regular is not None and not is_separable(fmt):
             if has_end and not any(self.special_in(end) for end in ends):
                 return self.lazy(f"{regular} ({self.options(ends, regular=True)})", is_lazy=not last)
             return f"{self.terminal(regular)} {self.end(ends)}"
@@ -103,8 +103,10 @@ class TagWriter:
         """Elements in order; neighbours that are regular are one terminal, so that none swallows the next."""
         runs: list[list[Format]] = []
         for element in elements:
-            both = runs and self.regular(element) is not None and self.regular(runs[-1][-1]) is not None
-            if both:
+            before = runs[-1][-1] if runs else None
+            both = before is not None and self.regular(element) is not None and self.regular(before) is not None
+            texts = isinstance(element, ConstString) and isinstance(before, ConstString)
+            if both and before is not None and (texts or not (is_separable(element) and is_separable(before))):
                 runs[-1].append(element)
             else:
                 runs.append([element])
@@ -228,6 +230,23 @@ class TagWriter:
         """The special token that comes first in a text, the longest of those; empty if there is none."""
         found = [(text.find(name), -len(name), name) for name in self.specials if name in text]
         return min(found)[2] if found else ""
+
+
+def is_separable(fmt: Format) -> bool:
+    """Whether a format needs no terminal of its own to be told from its neighbours: literals, and tags with an end.
+
+    As one terminal it would be taken for the longer word wherever another option begins alike, and never be empty.
+    """
+    match fmt:
+        case ConstString():
+            return True
+        case Tag():
+            return all(fmt.ends)
+        case Sequence(elements=elements) | Or(elements=elements):
+            return all(is_separable(element) for element in elements)
+        case Optional(content=content) | Star(content=content) | Plus(content=content):
+            return is_separable(content)
+    return False
 
 
 def _regex_terminal(pattern: str) -> str:

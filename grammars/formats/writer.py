@@ -44,7 +44,7 @@ def _call(block: Block, index: int, name: str, arguments: Mapping[str, Any]) -> 
             values = "".join(_tag(body, key, value) for key, value in arguments.items())
             return f"{body.begin}{name}{body.name_end}{values}{body.end}"
         case PythonCalls():
-            return f"{name}({', '.join(f'{key}={value!r}' for key, value in arguments.items())})"
+            return f"{name}({', '.join(f'{key}={_python(value)}' for key, value in arguments.items())})"
     raise TypeError(f"no writer for {type(block.body).__name__}")
 
 
@@ -77,6 +77,18 @@ def write_prompt(prompt: Prompt, block: Block, tools: Sequence[Tool]) -> str:
 
 def _placeholder(key: str) -> str:
     return f"<{key}>"
+
+
+def _python(value: Any) -> str:
+    """A JSON value as a Python literal, with double quotes."""
+    match value:
+        case dict():
+            return "{" + ", ".join(f"{_json(key)}: {_python(item)}" for key, item in value.items()) + "}"
+        case list() | tuple():
+            return "[" + ", ".join(map(_python, value)) + "]"
+        case str():
+            return _json(value)
+    return repr(value)
 
 
 def _json(value: Any, indent: int | None = None) -> str:

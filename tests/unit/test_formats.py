@@ -37,9 +37,9 @@ PARAMETERS: dict[str, Any] = {
     "type": "object",
     "properties": {
         "city": {"type": "string", "maxLength": 8},
+        "unit": {"enum": ["c", "f"]},
         "days": {"type": "integer", "minimum": 1, "maximum": 99},
         "ok": {"type": "boolean"},
-        "unit": {"enum": ["c", "f"]},
         "tags": {"type": "array", "items": {"type": "string", "maxLength": 3}, "maxItems": 2},
     },
     "required": ["city", "unit"],
@@ -187,7 +187,7 @@ def test_what_a_required_constraint_allows_is_a_call_that_obeys(name: str) -> No
 def test_what_the_format_writes_is_allowed(name: str) -> None:
     fmt = BY_NAME[name]
     calls = CALLS if fmt.parallel else CALLS[:1]
-    text = fmt.render(calls)
+    text = fmt.render(calls).removesuffix(fmt.blocks[0].end if fmt.blocks[0].end_is_eos else "")
     assert accepts(compiled(fmt, "required"), text)
     for strict in (True, False):
         auto = compiled(fmt, "auto", strict=strict)
@@ -205,25 +205,16 @@ def test_what_the_format_writes_is_allowed(name: str) -> None:
 
 
 def accepts(grammar: Any, text: str) -> bool:
+    """Whether a text is complete under a grammar: byte by byte, but where the matcher forces a token."""
     matcher = grammar.matcher()
-    return all(matcher.accept(token_id) for token_id in canonical(matcher, text)) and matcher.is_complete()
-
-
-def canonical(matcher: Any, text: str) -> list[int]:
-    """Bytes of the text, one token each but where the matcher forces its canonical token."""
     single = {value: token_id for token_id, value in WORLD.token_bytes.items() if len(value) == 1}
-    ids, data = [], text.encode()
+    data = text.encode()
     while data:
-        forced = matcher.forced_tokens()[:1]
-        token_id = forced[0] if forced else single[data[:1]]
-        if not data.startswith(WORLD.token_bytes[token_id]):
-            token_id = single[data[:1]]
-        ids.append(token_id)
+        token_id = (matcher.forced_tokens() or [single[data[:1]]])[0]
+        if not data.startswith(WORLD.token_bytes[token_id]) or not matcher.accept(token_id):
+            return False
         data = data[len(WORLD.token_bytes[token_id]) :]
-        if not matcher.accept(token_id):
-            break
-    matcher.rollback(len(ids) if not data else 0)
-    return ids
+    return bool(matcher.is_complete())
 
 
 def test_a_named_call_is_that_one() -> None:
