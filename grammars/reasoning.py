@@ -20,6 +20,7 @@ from enum import Enum
 from typing import NamedTuple
 
 import msgspec
+import numpy as np
 
 from sgl.grammars.choices import Vocabulary, row_of, write_row
 from sgl.grammars.matcher import Bitmask, CompiledGrammar, Matcher, StopReason, num_acceptable
@@ -308,12 +309,13 @@ class ReasoningMatcher:
             return tables.inside if self._inner is None else tables.without_overruns(place.matched)
         if self._inner is None:
             return tables.everything
-        row = tables.inside[None] * 0
+        rows: Bitmask = np.zeros((1, len(tables.inside)), dtype=np.int32)
         if place.inner_lives:
-            self._inner.fill(row, 0)
-        if place.phase is _Phase.BEFORE:
-            return row[0] | tables.beginning(place.matched)
-        return row[0] | tables.line_ends[_MAX_GAP - place.num_ends]
+            self._inner.fill(rows, 0)
+        is_before = place.phase is _Phase.BEFORE
+        also = tables.beginning(place.matched) if is_before else tables.line_ends[_MAX_GAP - place.num_ends]
+        row: Bitmask = rows[0] | also
+        return row
 
     def _after(self, token_id: int) -> _Place:
         """The place after an allowed token, which the inner matcher takes along if it can."""

@@ -158,7 +158,7 @@ class Drawing:
         broke off is no JSON, which `truncated_at` says; the check raises `SchemaViolation`."""
         grammar, matcher, value = self._grammar, self._generation.matcher, event.value
         if isinstance(grammar, ReasoningGrammar):
-            grammar, value = grammar.inner, grammar.answer(value)
+            value, grammar = grammar.answer(value), grammar.inner
         if not isinstance(grammar, CheckedGrammar) or matcher is None or not matcher.is_complete():
             return None
 
