@@ -21,8 +21,9 @@ if TYPE_CHECKING:
     from sgl.grammars.formats import Message, StreamParser
     from sgl.lang.tools import Toolbox
 
-_OURS = ("sgl.lang.", "contextlib", "asyncio.")
-"""Modules whose frames are not the program: this room, and what runs its context managers and tasks."""
+_OURS = ("sgl.lang.", "sgl.grammars.", "contextlib", "asyncio.")
+"""Modules whose frames are not the program: this room, what it reads texts with, and what runs its context managers and
+tasks."""
 
 
 def user_location() -> SourceLocation | None:

@@ -321,11 +321,11 @@ def _finish(result: object) -> None:
 
 
 def _body_line(frames: TracebackType | None) -> SourceLocation | None:
-    """The innermost line of a traceback that is not of this room."""
+    """The innermost line of a traceback that is the program's (see `capture.user_location`)."""
     found = None
     while frames is not None:
         code = frames.tb_frame.f_code
-        if not frames.tb_frame.f_globals.get("__name__", "").startswith("sgl.lang."):
+        if not frames.tb_frame.f_globals.get("__name__", "").startswith(("sgl.lang.", "sgl.grammars.")):
             found = SourceLocation(code.co_filename, frames.tb_lineno, code.co_name)
         frames = frames.tb_next
     return found

@@ -296,7 +296,7 @@ def test_nobody_there_and_no_answer_in_time():
 
 def test_cancel_deadline_and_shutdown_end_a_program_that_waits():
     with serving(tea) as api:
-        api.delay_s = 2.0
+        api.delay_s = 0.8
         with openai(api) as backend:
             state = chat.run("x", backend=backend, stream=True)
             threading.Timer(0.1, state.cancel).start()

@@ -140,6 +140,22 @@ def test_what_cannot_be_compiled_names_its_line(program: sgl.SglFunction, messag
     assert caught.value.location.line == line_of(program, line)
 
 
+def test_tools_are_traced_up_to_the_values_that_they_need():
+    def add(a: int, b: int) -> int:
+        "Add two numbers."
+        return a + b
+
+    @sgl.function
+    def program(s):
+        s += sgl.user("1 + 2?")
+        s.tools([add])
+
+    with pytest.raises(InvalidProgram, match="'answer' is not known") as caught:
+        program.trace()
+    assert caught.value.location.function == "program"
+    assert "answer" in str(program.trace(assume={"answer": "3"}))
+
+
 def test_formats_of_what_is_not_known():
     @sgl.function
     def program(s, x):
