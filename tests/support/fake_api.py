@@ -147,7 +147,11 @@ def serving(model: Model, top: Callable[[str], dict[str, float]] | None = None) 
                 chunks = [chunk(body, [piece], "text_completion") for piece in pieces]
                 self._stream([*chunks, chunk(body, [], "text_completion") | {"usage": usage}])
                 return
-            choice = {"index": 0, "text": text, "finish_reason": finish, "logprobs": None}
+            told = None
+            if body.get("logprobs"):
+                tokens = words(text)
+                told = {"tokens": tokens, "token_logprobs": [-0.1] * len(tokens), "top_logprobs": None}
+            choice = {"index": 0, "text": text, "finish_reason": finish, "logprobs": told}
             self._send(200, chunk(body, [choice], "text_completion") | {"usage": usage})
 
         def _messages(self, body: dict[str, Any]) -> None:

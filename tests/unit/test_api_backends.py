@@ -88,6 +88,19 @@ def test_streams_come_in_pieces():
         assert all(body["stream"] for body in api.bodies)
 
 
+@pytest.mark.parametrize("model", ["gpt-test", "test-instruct"])
+def test_log_probabilities_are_asked_for(model: str):
+    @sgl.function
+    def program(s):
+        s += sgl.user("Count.")
+        s += sgl.assistant(sgl.gen("n", max_tokens=3, return_logprob=True, top_logprobs_num=2))
+
+    with serving(counting) as api, openai(api, model, chat_template="chatml") as backend:
+        meta = program.run(backend=backend).get_meta_info("n")
+    assert [entry[0] for entry in meta["output_token_logprobs"]] == [-0.1] * 3
+    assert api.bodies[0].get("top_logprobs", api.bodies[0]["logprobs"]) == 2
+
+
 def test_stops_that_the_endpoint_does_not_take_are_found_here():
     @sgl.function
     def program(s):
