@@ -351,7 +351,9 @@ class LLGuidanceMatcher(EngineMatcher):
             return StopReason.LIMIT
         complete = self.is_complete()
         if not self._library.is_stopped():
-            if not complete and self._vocabulary.covers_bytes:
+            # Whether the vocabulary lacks a byte that must come, only the mask tells, which is computed beside the
+            # forward; the draw from an empty one fails as a dead end.
+            if not complete:
                 return StopReason.NOT_STOPPED
             if (self._allowed() & ~self._vocabulary.eos_row).any():
                 return StopReason.NOT_STOPPED
