@@ -72,7 +72,7 @@ SCHEMAS: dict[str, dict[str, Any]] = {
     "any": {"type": "object"},
     "dates": {"type": "array", "items": {"type": "string", "format": "date-time"}, "maxItems": 20},
     "choice": {
-        "anyOf": [{"type": "integer"}, {"type": "string", "maxLength": 9}, {"type": "array", "items": {"type": "null"}}],
+        "anyOf": [{"type": "integer"}, {"type": "string", "maxLength": 9}, {"type": "array", "items": {"const": 0}}],
     },
     "tree": {
         "$defs": {
