@@ -1,10 +1,11 @@
-"""Attention whose result for a query does not depend on anything but the query and its context, to the bit.
+"""Products and attention whose result for a row does not depend on anything but the row and its context, to the bit.
 
-Owns the one path of deterministic mode. Called by the layers of a model through the registry when the facts say
-`deterministic`. Two things make a sum differ between runs: another order of addition, and a matmul that picks another
-inner loop for another number of rows. So keys are taken in blocks of `BLOCK` counted from the sequence's beginning, one
-after another with a running softmax (Milakov and Gimelshein 2018), and rows are padded to a multiple of `ROWS`: torch's
-matmuls give equal rows for such numbers of rows, and not for others (below 8, and at 9).
+Owns the one path of deterministic mode. Called by the layers of a model, attention through the registry when the facts
+say `deterministic`. Two things make a sum differ between runs: another order of addition, and a matmul that picks
+another inner loop for another number of rows. So keys are taken in blocks of `BLOCK` counted from the sequence's
+beginning, one after another with a running softmax (Milakov and Gimelshein 2018), and every product is one of exactly
+`ROWS` rows: which numbers of rows a library computes alike differs from processor to processor (on an AMD one all
+multiples of 8 were, on an Intel one with AMX they were not), and one number always is.
 
 Shapes: T tokens of the step, S slots, H query heads, K key/value heads, G = H / K, D head size, B sequences computed
 together, N queries of each, L slots of each (a multiple of `BLOCK`), M padded rows, R = B * K.
@@ -15,21 +16,27 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
+from torch.nn import functional
 
 from sgl.kernels.attention import AttentionPlan
 
 BLOCK = 64
-ROWS = 8
+ROWS = 16
 
 
 def padded(rows: int) -> int:
     """The next multiple of `ROWS`.
 
     Example:
-        >>> padded(1), padded(8), padded(9)
-        (8, 8, 16)
+        >>> padded(1), padded(16), padded(17)
+        (16, 16, 32)
     """
     return -(-rows // ROWS) * ROWS
+
+
+def linear(x_TN: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """`x @ weight.T + bias`, `ROWS` rows at a time; T is a multiple of that."""
+    return torch.cat([functional.linear(rows, weight, bias) for rows in x_TN.split(ROWS)])
 
 
 def paged_attention(
@@ -87,6 +94,7 @@ def _attend(
     query_RMD = query_BNHD.new_zeros(batch, rows, head_dim)
     grouped_BKNGD = query_BNHD.view(num_sequences, num_queries, num_kv_heads, group, head_dim).transpose(1, 2)
     query_RMD[:, :num_rows] = grouped_BKNGD.reshape(batch, num_rows, head_dim) * scale
+    blocks = rows // ROWS
     last_B1 = (lengths_B - 1)[:, None]
     back_M = torch.zeros(rows, dtype=torch.int64, device=slots_BL.device)
     back_M[:num_rows] = torch.arange(num_queries - 1, -1, -1, device=slots_BL.device).repeat_interleave(group)
@@ -101,13 +109,22 @@ def _attend(
         value_RLD = values_SKD[block_BL].transpose(1, 2).reshape(batch, BLOCK, head_dim)
         hidden_BML = torch.arange(begin, begin + BLOCK, device=slots_BL.device) > position_BM[:, :, None]
         hidden_RML = hidden_BML.repeat_interleave(num_kv_heads, dim=0)
-        score_RML = torch.bmm(query_RMD, key_RLD.transpose(1, 2)).masked_fill_(hidden_RML, -torch.inf)
+        score_RML = _products(query_RMD, key_RLD.transpose(1, 2), blocks).masked_fill_(hidden_RML, -torch.inf)
         new_top = torch.maximum(top_RM1, score_RML.amax(dim=-1, keepdim=True))
         weight_RML = torch.exp(score_RML - new_top)
         fade = torch.exp(top_RM1 - new_top)
         mass_RM1 = mass_RM1 * fade + weight_RML.sum(dim=-1, keepdim=True)
-        mixed_RMD = mixed_RMD * fade + torch.bmm(weight_RML, value_RLD)
+        mixed_RMD = mixed_RMD * fade + _products(weight_RML, value_RLD, blocks)
         top_RM1 = new_top
     mixed_RMD = (mixed_RMD / mass_RM1)[:, :num_rows]
     mixed_BKNGD = mixed_RMD.reshape(num_sequences, num_kv_heads, num_queries, group, head_dim)
     return mixed_BKNGD.transpose(1, 2).reshape(query_BNHD.shape)
+
+
+def _products(left_RML: torch.Tensor, right_RLN: torch.Tensor, blocks: int) -> torch.Tensor:
+    """Batched product, of `ROWS` rows each."""
+    if blocks == 1:
+        return torch.bmm(left_RML, right_RLN)
+    batch, rows, size = left_RML.shape
+    split = left_RML.reshape(batch * blocks, ROWS, size)
+    return torch.bmm(split, right_RLN.repeat_interleave(blocks, dim=0)).view(batch, rows, -1)

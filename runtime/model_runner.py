@@ -141,7 +141,7 @@ class ModelRunner:
         self.model_config = model_config
         self.device = torch.device(resolved.device)
         self.page_size = resolved.page_size
-        # Torch's matmuls compute a row in the same way for every such number of rows, and not for others.
+        # Products are of so many rows each.
         self._multiple = ROWS if resolved.deterministic else 1
         native, triton = resolved.kernels == "native", resolved.kernels == "triton"
         facts = OpFacts(device=resolved.device, dtype=resolved.dtype, native=native, triton=triton)

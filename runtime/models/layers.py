@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from sgl.kernels import registry
+from sgl.kernels import deterministic, registry
 from sgl.kernels.native.ops import linear
 from sgl.kernels.native.weights import PackedWeight
 from sgl.kernels.registry import OpFacts
@@ -57,6 +57,7 @@ class Linear(nn.Module):
         self, in_features: int, out_features: int, *, bias: bool, dtype: torch.dtype, is_head: bool = False
     ) -> None:
         super().__init__()
+        self.product = functional.linear
         self.weight = _parameter(out_features, in_features, dtype=dtype)
         self.bias = _parameter(out_features, dtype=dtype) if bias else None
         self.packed: PackedWeight | None = None
@@ -70,7 +71,7 @@ class Linear(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.packed is not None:
             return linear(x, self.packed)
-        return functional.linear(x, self.weight, self.bias)
+        return self.product(x, self.weight, self.bias)
 
 
 class Embedding(nn.Module):
@@ -78,6 +79,7 @@ class Embedding(nn.Module):
 
     def __init__(self, vocab_size: int, hidden_size: int, *, dtype: torch.dtype) -> None:
         super().__init__()
+        self.product = functional.linear
         self.weight = _parameter(vocab_size, hidden_size, dtype=dtype)
         self.packed: PackedWeight | None = None
 
@@ -95,7 +97,14 @@ class Embedding(nn.Module):
         """Products with every row: the table as a head."""
         if self.packed is not None:
             return linear(x, self.packed)
-        return functional.linear(x, self.weight)
+        return self.product(x, self.weight)
+
+
+def compute_alike(model: nn.Module) -> None:
+    """Have every product of a model's weights be one of a fixed number of rows (deterministic mode)."""
+    for module in model.modules():
+        if isinstance(module, (Linear, Embedding)):
+            module.product = deterministic.linear
 
 
 class RMSNorm(nn.Module):

@@ -16,7 +16,7 @@ from torch import nn
 from sgl.errors import UnsupportedModel
 from sgl.kernels.registry import OpFacts
 from sgl.runtime.models.fused import fused_layers
-from sgl.runtime.models.layers import Attention, Embedding, GatedMLP, Linear, RMSNorm, op_facts
+from sgl.runtime.models.layers import Attention, Embedding, GatedMLP, Linear, RMSNorm, compute_alike, op_facts
 from sgl.runtime.models.registry import ModelConfig, register_model
 from sgl.runtime.models.rope import rotary
 from sgl.runtime.numerics import Kernels
@@ -103,6 +103,8 @@ class LlamaForCausalLM(nn.Module):
             if config.tie_word_embeddings
             else Linear(config.hidden_size, config.vocab_size, bias=False, dtype=dtype, is_head=True)
         )
+        if deterministic:
+            compute_alike(self)
 
     def forward(self, batch: ForwardBatch, cache: KVCache) -> torch.Tensor:
         """See `CausalLM`. Without wanted rows the head is not computed."""
