@@ -33,3 +33,8 @@ def rotary(x_THD: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor) -> t
 def silu_mul(gate_TN: torch.Tensor, up_TN: torch.Tensor) -> torch.Tensor:
     """`silu(gate) * up`, the gated activation of Llama's feed-forward layer."""
     return functional.silu(gate_TN) * up_TN
+
+
+def argmax(logits_RV: torch.Tensor) -> torch.Tensor:
+    """The first of the largest numbers of each row, `[R]`; -1 for a row with a NaN."""
+    return torch.where(torch.isnan(logits_RV.amax(dim=-1)), -1, logits_RV.argmax(dim=-1))

@@ -36,6 +36,7 @@ _REFERENCES = {
     "plan_attention": "sgl.kernels.attention",
     "paged_attention": "sgl.kernels.attention",
     "apply_bitmask": "sgl.kernels.bitmask",
+    "argmax": "sgl.kernels.elementwise",
 }
 
 
@@ -75,7 +76,7 @@ for _op, _module in {"rms_norm": "elementwise", "plan_attention": "attention", "
         _lazily(f"sgl.kernels.triton.{_module}", _op)
     )
 
-for _op in ("rms_norm", "rotary", "silu_mul", "kv_write", "plan_attention", "paged_attention"):
+for _op in ("rms_norm", "rotary", "silu_mul", "kv_write", "plan_attention", "paged_attention", "argmax"):
     registry.register(
         _op,
         "native",

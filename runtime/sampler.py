@@ -23,6 +23,7 @@ import torch
 
 from sgl.errors import ConstraintDeadEnd, GenerationError, InvalidLogits, SglError
 from sgl.kernels import registry
+from sgl.kernels.native import library
 from sgl.kernels.registry import Function, OpFacts
 from sgl.lang.graph import Sampling
 from sgl.runtime.masks import MaskFiller, MaskJob
@@ -49,7 +50,7 @@ class Sampler:
         self.vocab_size = vocab_size
         self.processors = processors
         self._filler = MaskFiller(vocab_size)  # for a plan that brings no masks
-        self._apply_bitmask: dict[str, Function] = {}  # by device
+        self._ops: dict[tuple[str, str], Function] = {}  # by name and device
 
     def sample(self, plan: StepPlan, logits: torch.Tensor) -> StepResult:
         """One result per chunk. `logits` is float32 `[R, V]`, rows in the plan's order; it is not changed."""
@@ -95,6 +96,8 @@ class Sampler:
         if not drawing:
             return []
         specs = [spec for _, spec in drawing]
+        if masks is None and all(_is_plainly_greedy(spec) for spec in specs):
+            return self._largest(logits, drawing)
         adjusted = logits[[row for row, _ in drawing], : self.vocab_size]  # a copy
         # The largest of a row that holds a NaN is NaN.
         largest = adjusted.amax(dim=-1)
@@ -127,12 +130,29 @@ class Sampler:
         rows = [i for i, spec in enumerate(specs) if spec.matcher is not None]
         words, failures = masks.wait()
         device = adjusted.device
-        if device.type not in self._apply_bitmask:
-            self._apply_bitmask[device.type] = registry.get("apply_bitmask", OpFacts(device=device.type))
-        self._apply_bitmask[device.type](
-            adjusted, torch.from_numpy(words).to(device), torch.tensor(rows, device=device)
-        )
+        apply_bitmask = self._op("apply_bitmask", device)
+        apply_bitmask(adjusted, torch.from_numpy(words).to(device), torch.tensor(rows, device=device))
         return {rows[i]: failure for i, failure in failures.items()}
+
+    def _largest(self, logits: torch.Tensor, drawing: list[tuple[int, SampleSpec]]) -> list[RowResult]:
+        """Greedy rows whose logits nothing changes: they are read once, where they lie."""
+        rows = [row for row, _ in drawing]
+        wanted = (logits if rows == list(range(len(logits))) else logits[rows])[:, : self.vocab_size]
+        tokens = self._op("argmax", logits.device)(wanted)
+        finite = (wanted.gather(1, tokens.clamp(min=0).unsqueeze(1)).squeeze(1) > -torch.inf).tolist()
+        return [
+            _described(logits[row, : self.vocab_size], token, spec)
+            if token >= 0 and is_finite
+            else RowResult(sequence=0, failed=_NAN)
+            for (row, spec), token, is_finite in zip(drawing, tokens.tolist(), finite, strict=True)
+        ]
+
+    def _op(self, name: str, device: torch.device) -> Function:
+        key = (name, device.type)
+        if key not in self._ops:
+            native = device.type == "cpu" and library.loaded() is not None
+            self._ops[key] = registry.get(name, OpFacts(device=device.type, native=native))
+        return self._ops[key]
 
     def _process(self, row: torch.Tensor, spec: SampleSpec) -> tuple[str, str] | None:
         """Have the request's processor change the row in place, then block ids; why the row is unusable."""
@@ -158,6 +178,14 @@ def _dead_end(index: int, specs: list[SampleSpec], masks: MaskJob | None) -> tup
     if masks.wait().words[place].any():
         return GenerationError.code, f"{others} left none of the tokens that the constraint allows"
     return ConstraintDeadEnd.code, "the constraint allows no token here"
+
+
+def _is_plainly_greedy(spec: SampleSpec) -> bool:
+    """Whether the next token is the one with the largest logit as it is."""
+    sampling = spec.sampling
+    penalized = (sampling.frequency_penalty, sampling.presence_penalty, sampling.repetition_penalty) != (0.0, 0.0, 1.0)
+    changed = penalized or sampling.logit_bias or sampling.custom_logit_processor is not None or spec.blocked_ids
+    return sampling.temperature < 1e-5 and not changed and spec.matcher is None
 
 
 def _described(raw: torch.Tensor, token: int, spec: SampleSpec) -> RowResult:

@@ -19,6 +19,7 @@ namespace sgl {
 
 constexpr int64_t KEYS = 64, SPLIT = 512, QUERIES = 16;
 constexpr int TOGETHER = MANY_REGISTERS ? 4 : 2;  // queries that look at a block of keys together
+constexpr int64_t AHEAD = 12;  // positions that are fetched before they are read
 constexpr int64_t FEW = 64;  // heads whose splits one member joins faster than a barrier lets several do it
 
 // One sequence's part of a step: `length` tokens at positions from `start`. Python has the same struct (attention.py).
@@ -257,8 +258,12 @@ class Attention {
     template <class T>
     SGL_OUTLINE void gather(const T* pool, const Task& task, int64_t head, int64_t begin, int64_t count, float* to) const {
         int64_t stride = int64_t(heads_.kv) * heads_.dim, whole = heads_.dim / LANES * LANES;
+        auto at = [&](int64_t i) { return pool + heads_.slot(task.pages, begin + i) * stride + head * heads_.dim; };
         for (int64_t i = 0; i < count; i++, to += wide_) {
-            const T* from = pool + heads_.slot(task.pages, begin + i) * stride + head * heads_.dim;
+            const T* from = at(i);
+            // Positions lie apart, where the processor does not guess them.
+            const T* later = at(std::min(i + AHEAD, count - 1));
+            for (int64_t d = 0; d < heads_.dim; d += 64 / int64_t(sizeof(T))) __builtin_prefetch(later + d);
             int64_t d = 0;
             for (; d < whole; d += LANES) store(to + d, load_number(from + d));
             for (; d < heads_.dim; d++) to[d] = number(from[d]);
