@@ -18,7 +18,7 @@ from torch.nn import functional
 from sgl.kernels import deterministic, registry
 from sgl.kernels.native.ops import linear
 from sgl.kernels.native.weights import PackedWeight
-from sgl.kernels.registry import OpFacts
+from sgl.kernels.registry import Function, OpFacts
 from sgl.runtime.models.registry import ModelConfig
 from sgl.runtime.numerics import Kernels
 
@@ -57,7 +57,7 @@ class Linear(nn.Module):
         self, in_features: int, out_features: int, *, bias: bool, dtype: torch.dtype, is_head: bool = False
     ) -> None:
         super().__init__()
-        self.product = functional.linear
+        self.product: Function = functional.linear
         self.weight = _parameter(out_features, in_features, dtype=dtype)
         self.bias = _parameter(out_features, dtype=dtype) if bias else None
         self.packed: PackedWeight | None = None
@@ -79,7 +79,7 @@ class Embedding(nn.Module):
 
     def __init__(self, vocab_size: int, hidden_size: int, *, dtype: torch.dtype) -> None:
         super().__init__()
-        self.product = functional.linear
+        self.product: Function = functional.linear
         self.weight = _parameter(vocab_size, hidden_size, dtype=dtype)
         self.packed: PackedWeight | None = None
 
