@@ -37,12 +37,12 @@ class Staging:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._host = torch.empty(0, dtype=torch.int32)
+        self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
     def put(self, arrays: Sequence[Ids], target: torch.Tensor | None = None) -> list[torch.Tensor]:
-        """Each array on the device, one after another in `target`, or in memory of its own.
-
-        The step before must have ended on the device, as its integers are overwritten.
-        """
+        """Each array on the device, one after another in `target`, or in memory of its own."""
+        # The host may be ahead: nobody waits for a step without logits, whose copy stands behind the step before it.
+        self._copied.synchronize()
         sizes = [array.size for array in arrays]
         total = sum(sizes)
         if total > len(self._host):
@@ -51,6 +51,7 @@ class Staging:
         if target is None:
             target = torch.empty(total, dtype=torch.int32, device=self._device)
         target[:total].copy_(self._host[:total], non_blocking=True)
+        self._copied.record()
         parts = torch.split(target[:total], sizes)
         return [part.view(array.shape) for part, array in zip(parts, arrays, strict=True)]
 

@@ -5,7 +5,7 @@ Owns the choice of dtype, quantization and kernels, with its reasons. Called by 
 Three paths on a CPU. `torch` in float32 is the reference, and bit-exact in deterministic mode. The native kernels
 (`sgl.kernels.native`) compute with 16-bit weights, or with blocks of 8 and 4 bits; activations between the layers are
 float32 there, `dtype` is that of the KV cache and of weights that are not quantized. On a GPU the kernels are Triton's
-(`sgl.kernels.triton`) where it is installed, else torch's.
+(`sgl.kernels.triton`) where it is installed and takes the model's heads, else torch's.
 """
 
 from __future__ import annotations
@@ -114,6 +114,8 @@ def _kernels(
 
 def _gpu_kernels(config: EngineConfig, facts: Facts) -> tuple[Kernels, str]:
     obstacle = "" if facts.triton else "Triton is not installed"
+    if facts.head_dim < 16 or facts.head_dim & (facts.head_dim - 1):
+        obstacle = f"the Triton kernels need heads of a power of two from 16, not of {facts.head_dim}"
     if config.enable_deterministic_inference:
         obstacle = "deterministic mode computes with torch"
     if config.kernels == "native":

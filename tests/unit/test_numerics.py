@@ -59,6 +59,7 @@ def facts(**changes: Any) -> Facts:
         ({"device": "cuda"}, GPU, ("bfloat16", "none", "triton")),
         ({"device": "cuda", "kernels": "torch"}, GPU, ("bfloat16", "none", "torch")),
         ({"device": "cuda"}, {**GPU, "triton": ""}, ("bfloat16", "none", "torch")),
+        ({"device": "cuda"}, {**GPU, "head_dim": 80}, ("bfloat16", "none", "torch")),
     ],
 )
 def test_the_path_follows_from_wish_and_facts(
@@ -83,6 +84,7 @@ def test_the_path_follows_from_wish_and_facts(
         ({"quantization": "gguf", "device": "cuda"}, {"cuda_bytes": 2**34}, "not on cuda"),
         ({"kernels": "native", "device": "cuda"}, {"cuda_bytes": 2**34}, "compute on the CPU"),
         ({"kernels": "triton", "device": "cuda"}, {"cuda_bytes": 2**34}, "Triton is not installed"),
+        ({"kernels": "triton", "device": "cuda"}, {**GPU, "head_dim": 8}, "a power of two from 16, not of 8"),
         ({"kernels": "triton"}, {"triton": "3.6"}, "the device is cpu"),
     ],
 )
