@@ -144,10 +144,15 @@ class Engine:
 
     def _session_of(self, session: Session | str) -> Session:
         if isinstance(session, Session):
+            if session.engine is not self:
+                raise InvalidParameter(
+                    f"session {session.id!r} is another engine's", hint="ask the engine that opened it", param="session"
+                )
             return session
-        if session not in self._sessions:
+        found = self._sessions.get(session) if isinstance(session, str) else None
+        if found is None:
             raise InvalidParameter(f"no session {session!r} is open", hint="open_session makes one", param="session")
-        return self._sessions[session]
+        return found
 
     def server_info(self) -> Mapping[str, Any]:
         """The model, what was resolved with the reasons and the memory plan, and what was overridden since."""

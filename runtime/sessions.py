@@ -71,7 +71,7 @@ class Session:
         self.id = id
         self.ttl_s = ttl_s
         self.cache_salt = cache_salt
-        self._engine = engine
+        self.engine = engine
         self._client = client
         self._on_close = on_close
         self._lock = threading.Lock()
@@ -85,13 +85,13 @@ class Session:
         self, prompt: str | None = None, sampling_params: Mapping[str, Any] | None = None, **options: Any
     ) -> Any:
         """The next turn: `Engine.generate(..., session=self)`."""
-        return self._engine.generate(prompt, sampling_params, session=self, **options)
+        return self.engine.generate(prompt, sampling_params, session=self, **options)
 
     async def async_generate(
         self, prompt: str | None = None, sampling_params: Mapping[str, Any] | None = None, **options: Any
     ) -> Any:
         """The next turn: `Engine.async_generate(..., session=self)`."""
-        return await self._engine.async_generate(prompt, sampling_params, session=self, **options)
+        return await self.engine.async_generate(prompt, sampling_params, session=self, **options)
 
     @property
     def token_ids(self) -> tuple[int, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -114,6 +114,11 @@ def test_sessions_are_found_by_id(dummy_engine: Engine) -> None:
     for arguments in wrong:
         with pytest.raises(InvalidParameter):
             dummy_engine.generate(**arguments, session="talk")
+    foreign = Session(cast(Engine, None), dummy_engine._client, "talk", None, "", on_close=lambda: None)
+    with pytest.raises(InvalidParameter, match="another engine's"):
+        dummy_engine.generate("a", session=foreign)
+    with pytest.raises(InvalidParameter, match="no session"):
+        dummy_engine.generate("a", session=["talk"])  # type: ignore[arg-type]
     with pytest.raises(InvalidParameter, match="open already"):
         dummy_engine.open_session("talk")
     dummy_engine.close_session("talk")

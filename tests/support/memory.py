@@ -59,4 +59,12 @@ class PeakOfChildren:
     def _watch(self) -> None:
         while not self._done.wait(INTERVAL_S):
             started = set(descendants(os.getpid())) - self._others
-            self.peak_bytes = max(self.peak_bytes, sum(held(pid) for pid in started))
+            self.peak_bytes = max(self.peak_bytes, sum(held(pid) for pid in started if _is_itself(pid)))
+
+
+def _is_itself(pid: int) -> bool:
+    """Whether a child has begun its own program: until then its memory is this process's, seen once more."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes() != Path("/proc/self/cmdline").read_bytes()
+    except OSError:  # it ended
+        return False
