@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-from sgl.errors import EmptyPrompt, EngineBusy, InvalidParameter, SglError
+from sgl.errors import EmptyPrompt, EngineBusy, InvalidParameter, SglError, Unsupported
 from sgl.runtime.cache_key import CacheKey
 from sgl.runtime.scheduler import Scheduler
 from sgl.runtime.text.tokenizer import Piece, Tokenizer
@@ -46,6 +46,11 @@ class CacheControl:
     def pin(self, id: int, prefix: str | Sequence[int], ttl_s: float | None, salt: str, done: Done) -> None:
         """Compute a prefix unless it is cached, and keep it until `unpin(id)`, or for `ttl_s` seconds from now."""
         try:
+            if self._scheduler.config.disable_radix_cache:
+                raise Unsupported(
+                    "disable_radix_cache is set: no program would ever find a pinned prefix",
+                    hint="start the engine without it",
+                )
             ids = self._tokenizer.encode_pieces([Piece(prefix)]) if isinstance(prefix, str) else list(prefix)
             if not ids:
                 raise EmptyPrompt("the prefix is empty", hint="pin some text, or at least one token id")

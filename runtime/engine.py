@@ -101,6 +101,7 @@ class Engine:
         Raises:
             PinBudgetExceeded: over `max_pinned_tokens`, or too little room would be left for what is running.
             InvalidRequest: the prefix is empty, shorter than a page, longer than the context, or not of this model.
+            Unsupported: nothing is shared between programs (`disable_radix_cache`).
 
         Example:
             >>> with Engine(model_path="dummy") as engine, engine.pin("You are terse. ") as pinned:

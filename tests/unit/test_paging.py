@@ -9,7 +9,7 @@ import pytest
 from support.programs import gen, start, text
 from support.scripted import Rig, expected_greedy
 
-from sgl.errors import EngineBusy, InvalidParameter, PinBudgetExceeded, SglError
+from sgl.errors import EngineBusy, InvalidParameter, PinBudgetExceeded, SglError, Unsupported
 from sgl.lang.graph import (
     DoneEvent,
     Fork,
@@ -245,6 +245,8 @@ def test_what_cannot_be_pinned() -> None:
     rig.core.cache.pin(4, "l" * 40, None, "", answers)
     rig.run()
     assert answers[-1] == (32, None), "whole pages"
+    Rig(disable_radix_cache=True).core.cache.pin(1, "p" * 20, None, "", answers)
+    assert isinstance(answers[-1][1], Unsupported), "it would be computed, and found by nobody"
 
 
 # --- flushes ---
