@@ -26,8 +26,10 @@ from sgl.errors import ErrorInfo, InvalidParameter, InvalidProgram, SourceLocati
 from sgl.grammars.spec import Constraint
 from sgl.lang.meta import meta_info as meta_info
 from sgl.lang.patterns import check_stop_pattern as check_stop_pattern
+from sgl.lang.sampling import LONGEST_S as LONGEST_S
 from sgl.lang.sampling import Sampling as Sampling
-from sgl.lang.sampling import check_integer, check_number
+from sgl.lang.sampling import check_integer
+from sgl.lang.sampling import check_number as check_number
 from sgl.lang.sampling import plain as plain
 from sgl.lang.sampling import sampling_from_mapping as sampling_from_mapping
 from sgl.lang.sampling import sampling_values as sampling_values

@@ -20,7 +20,7 @@ from sgl.lang.branches import derived_seed
 from sgl.lang.defaults import default_backend, sampling_defaults
 from sgl.lang.graph import ProgramOptions, Sampling, sampling_values
 from sgl.lang.interpreter import Program
-from sgl.lang.sampling import check_integer, check_number
+from sgl.lang.sampling import LONGEST_S, check_integer, check_number
 
 SAMPLING = (
     "max_new_tokens",
@@ -78,7 +78,7 @@ class RunOptions:
         if seed is not None:
             check_integer("seed", seed, low=0)
         if deadline_s is not None:
-            check_number("deadline_s", deadline_s, low=0.0, open_low=True)
+            check_number("deadline_s", deadline_s, low=0.0, high=LONGEST_S, open_low=True)
         check_integer("priority", priority, low=-(2**31), high=2**31 - 1)
         options = ProgramOptions(
             name=name,

@@ -26,13 +26,24 @@ from sgl.limits import DEFAULT_LIMITS
 # --- checks ---------------------------------------------------------------------------------------------------------
 
 
+LONGEST_S = 1e9
+"""Most seconds of a deadline or a lifetime, some thirty years: what clocks and locks take without overflowing."""
+
+
 def check_number(name: str, value: Any, *, low: float, high: float | None = None, open_low: bool = False) -> None:
     """Raise `InvalidParameter` unless `value` is a finite number in the range; `open_low` leaves `low` itself out."""
     span = f"a finite number {'>' if open_low else '>='} {low:g}" + (f" and <= {high:g}" if high is not None else "")
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not _is_finite(value):
         raise InvalidParameter(f"{name} is {_shown(value)}; expected {span}", param=name)
     if value < low or (open_low and value == low) or (high is not None and value > high):
         raise InvalidParameter(f"{name} is {_shown(value)}; expected {span}", param=name)
+
+
+def _is_finite(value: float) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an integer beyond what a float can hold
+        return False
 
 
 def check_integer(name: str, value: Any, *, low: int, high: int = 2**63 - 1) -> None:

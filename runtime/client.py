@@ -56,6 +56,7 @@ from sgl.runtime.messages import (
     StatsReply,
     ToClient,
     ToWorker,
+    check_types,
     pack,
     unpack_to_client,
 )
@@ -225,7 +226,9 @@ class WorkerClient:
         with self._lock:
             self._futures[number] = future
         try:
-            self.send(make(number))
+            message = make(number)
+            check_types(message)
+            self.send(message)
         except SglError as error:
             with self._lock:
                 waiting = self._futures.pop(number, None)

@@ -33,7 +33,8 @@ Count = Annotated[int, Meta(ge=1)]
 Seed = Annotated[int, Meta(ge=0)]
 Size = Annotated[int, Meta(ge=0)]
 Share = Annotated[float, Meta(gt=0, lt=1)]
-Seconds = Annotated[float, Meta(gt=0)]
+Seconds = Annotated[float, Meta(gt=0, le=1e9)]
+"""Thirty years at most: what clocks and locks take without overflowing."""
 
 GiB = 2**30
 

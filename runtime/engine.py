@@ -22,7 +22,7 @@ import msgspec
 
 from sgl.environment import unknown_variables, with_environment
 from sgl.errors import EngineDead, InvalidParameter, SglError, Unsupported
-from sgl.lang.graph import Graph, ProgramOptions, StateText, sampling_from_mapping
+from sgl.lang.graph import LONGEST_S, Graph, ProgramOptions, StateText, check_number, sampling_from_mapping
 from sgl.runtime import offline
 from sgl.runtime.client import EventSink, Health, WorkerClient
 from sgl.runtime.config import EngineConfig, RuntimeOverride, config_from_mapping
@@ -84,7 +84,9 @@ class Engine:
 
         Raises:
             EngineBusy: requests ran or waited all that time.
+            InvalidParameter: `wait_s` is no number of seconds.
         """
+        check_number("wait_s", wait_s, low=0.0, high=LONGEST_S)
         self._client.ask(lambda request: FlushCache(request, float(wait_s))).result()
         return True
 
@@ -207,6 +209,7 @@ class Engine:
             ...     engine.health()
             Health(live=True, ready=True, reason='')
         """
+        check_number("timeout_s", timeout_s, low=0.0, high=LONGEST_S, open_low=True)
         return self._client.health(timeout_s)
 
     @property

@@ -218,6 +218,14 @@ def pack(message: ToWorker | ToClient) -> bytes:
         raise InvalidParameter(f"a value cannot be sent: {error}", hint="pass plain Python values") from None
 
 
+def check_types(message: ToWorker) -> None:
+    """Raise `InvalidParameter` where the worker would not take the message's frame, and so would not answer."""
+    try:
+        _to_worker.decode(pack(message))
+    except msgspec.MsgspecError as error:
+        raise InvalidParameter(f"a value has the wrong type: {error}", hint="see the call's documentation") from None
+
+
 def unpack_to_worker(frame: bytes) -> ToWorker | Refused:
     """The message to the worker in a frame.
 

@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 
 from sgl.errors import EngineDead, InvalidParameter
-from sgl.lang.graph import plain
+from sgl.lang.graph import LONGEST_S, check_number, plain
 from sgl.runtime.client import WorkerClient
 from sgl.runtime.messages import Pin, Unpin
 
@@ -52,8 +52,8 @@ def pin(client: WorkerClient, prefix: str | Sequence[int], ttl_s: float | None, 
 
 def check_pin(ttl_s: float | None, cache_salt: str) -> None:
     """Raise `InvalidParameter` unless these are a lifetime and a salt."""
-    if ttl_s is not None and (isinstance(ttl_s, bool) or not isinstance(ttl_s, (int, float)) or not ttl_s > 0):
-        raise InvalidParameter(f"ttl_s is {ttl_s!r}; expected seconds above 0, or None", param="ttl_s")
+    if ttl_s is not None:
+        check_number("ttl_s", ttl_s, low=0.0, high=LONGEST_S, open_low=True)
     if not isinstance(cache_salt, str):
         raise InvalidParameter(f"cache_salt is {cache_salt!r}; expected a string", param="cache_salt")
 

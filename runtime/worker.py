@@ -81,6 +81,10 @@ IMPORTING = "importing torch"
 log = logging.getLogger("sgl.worker")
 
 
+_LONGEST_POLL_S = 3600.0
+"""A poll counts milliseconds in 31 bits; a deadline that is further away is looked at again."""
+
+
 class Worker:
     """Drives an engine core from a socket.
 
@@ -274,9 +278,11 @@ class Worker:
             return
 
     def _idle_timeout(self) -> int | None:
-        """Milliseconds until the next deadline; `None` without one."""
+        """Milliseconds to wait at most: until the next deadline, but no longer than a poll can; `None` without one."""
         deadline = self._core.next_deadline()
-        return None if deadline is None else max(0, int((deadline - self._core.now()) * 1000) + 1)
+        if deadline is None:
+            return None
+        return int(min(max(0.0, deadline - self._core.now()), _LONGEST_POLL_S) * 1000) + 1
 
 
 def build_core(

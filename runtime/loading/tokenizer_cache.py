@@ -50,7 +50,7 @@ def cache_key(file: GGUFFile) -> bytes:
 def _read(path: Path, key: bytes) -> Tokenizer | None:
     try:
         with path.open("rb") as file:
-            content = file.read(_MAX_BYTES)
+            content = file.read(min(_MAX_BYTES, os.fstat(file.fileno()).st_size))
     except FileNotFoundError:
         return None
     except OSError as error:

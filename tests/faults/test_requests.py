@@ -343,3 +343,32 @@ def test_row_66_a_request_names_code_by_its_registered_name_only(dummy_engine: E
     best = dummy_engine.generate("Once", GREEDY)["output_ids"][0]
     asked = {"custom_logit_processor": "disallowed_tokens", "custom_params": {"token_ids": [best]}}
     assert best not in dummy_engine.generate("Once", {**GREEDY, **asked})["output_ids"]
+
+
+LONG_S = 30 * 86_400  # more milliseconds than a poll can count
+
+
+def test_a_far_deadline_ends_nobody(dummy_engine: Engine) -> None:
+    before = dummy_engine.generate("x", {"max_new_tokens": 2, "temperature": 0})["output_ids"]
+    with dummy_engine.pin("ab", ttl_s=LONG_S):
+        assert dummy_engine.generate("x", {"max_new_tokens": 2, "temperature": 0})["output_ids"] == before
+    assert dummy_engine.ready
+
+
+@pytest.mark.parametrize("seconds", [0, -1, float("nan"), float("inf"), 1e17, 10**400, "x", True])
+def test_what_is_no_time_is_refused(dummy_engine: Engine, seconds: Any) -> None:
+    for ask in (
+        lambda: dummy_engine.pin("ab", ttl_s=seconds),
+        lambda: dummy_engine.open_session(ttl_s=seconds),
+        lambda: dummy_engine.health(seconds),
+        lambda: dummy_engine.flush_cache(wait_s=seconds or -1),
+    ):
+        with pytest.raises(InvalidParameter, match=r"_s is .*expected a finite number"):
+            ask()
+
+
+def test_a_message_that_the_worker_would_not_take_is_refused_here(dummy_engine: Engine) -> None:
+    """Else nobody would ever answer."""
+    with pytest.raises(InvalidParameter, match=r"wrong type: .*\$\.why"):
+        dummy_engine.override(why=5, max_queue=5)  # type: ignore[arg-type]
+    assert dummy_engine.ready
