@@ -265,11 +265,11 @@ def test_pip_ends_with_a_killed_parent(clean_env: dict[str, str]) -> None:
         with subprocess.Popen([sys.executable, "-c", code], env={**clean_env, **pip}) as parent:
             try:
                 connection, _ = index.accept()
+                connection.settimeout(20)
+                request = connection.recv(65536)  # pip has asked before its parent is gone
             finally:
                 parent.send_signal(signal.SIGKILL)
         with connection:
-            connection.settimeout(20)
-            request = b""
             while data := connection.recv(65536):
                 request += data
     assert b"GET /simple/tiny-model/" in request
