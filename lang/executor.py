@@ -12,6 +12,7 @@ What fails ends the program with one `FailedEvent`, which names the node.
 from __future__ import annotations
 
 import threading
+from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
@@ -93,7 +94,7 @@ class Branch(Generic[P]):
         self.marks: dict[str, P] = {}
 
 
-class GraphSession(Generic[P]):
+class GraphSession(ABC, Generic[P]):
     """One program (see `sgl.lang.backend.Session`).
 
     Args:
@@ -139,17 +140,17 @@ class GraphSession(Generic[P]):
     def check(self, graph: Graph) -> None:
         """Raise `Unsupported` where this backend cannot execute a node; called before anything is done."""
 
+    @abstractmethod
     def copy(self, prompt: P) -> P:
         """A prompt that continues this one."""
-        raise NotImplementedError
 
+    @abstractmethod
     def generate(self, branch: Branch[P], node: Gen) -> None:
         """Begin a generation, which ends with `finish`, now or in a later job."""
-        raise NotImplementedError
 
+    @abstractmethod
     def select(self, branch: Branch[P], node: Select) -> None:
         """Begin a select, which ends with `finish`, now or in a later job."""
-        raise NotImplementedError
 
     def add_media(self, branch: Branch[P], node: Media) -> None:
         """Append an image, video or audio part."""
