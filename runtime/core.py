@@ -232,7 +232,7 @@ class EngineCore:
             if (run := self._programs.get(number)) is not None:
                 run.check_time(now)
                 self.expect_end(run)
-        while (request := self.scheduler.waiting.oldest_unstarted) is not None:
+        while (request := self.scheduler.waiting.oldest_at_door) is not None:
             waited = now - request.queued_at
             owner = self._watchers.get(request.sequence.id)
             if waited <= self.limits.max_queue_s or owner is None:
@@ -240,7 +240,7 @@ class EngineCore:
             owner.fail(
                 QueueTimeout(
                     f"waited {waited:.0f} s for the first step; the limit is {self.limits.max_queue_s:g} s",
-                    hint="send again later, or fewer at a time",
+                    hint="send again later, or fewer at a time, or raise max_queue_s",
                 )
             )
 

@@ -111,13 +111,10 @@ class Scheduler:
         Raises:
             PromptTooLong: the prompt leaves no room in the context.
             NeverFits: prompt and output need more tokens than the pool holds.
-            QueueFull: too many requests are waiting.
+            QueueFull: as many programs as `max_queue` wait for their first step, and this one is not among them.
         """
         config = self.config
-        if len(self.waiting) >= self.limits.max_queue:
-            raise QueueFull(
-                f"{len(self.waiting)} requests are waiting, as many as the queue holds", hint="send again later"
-            )
+        self._check_queue(request)
         room = 1 if request.generation is not None else 0
         if request.prompt_len + room > config.context_len:
             raise PromptTooLong(
@@ -270,6 +267,17 @@ class Scheduler:
 
     # --- inside ---
 
+    def _check_queue(self, request: Request) -> None:
+        """Refuse what comes to a full door. A program that is let in has all its branches let in."""
+        program, num_waiting = request.program, self.waiting.num_at_door
+        if num_waiting < self.limits.max_queue:
+            return
+        if program is None or not (program.started or self.waiting.is_at_door(program)):
+            raise QueueFull(
+                f"{num_waiting} programs wait for their first step, as many as the queue holds",
+                hint="send again later, or raise max_queue",
+            )
+
     def _check_fits(self, request: Request) -> None:
         """Refuse a request for which there would be too little room even if nothing else ran."""
         pinned = 0
@@ -320,6 +328,8 @@ class Scheduler:
         self._rows_left[request.score_only] -= len(scored)
         request.account_computed(start, end)
         request.last_step = self.step
+        if (program := request.program) is not None and not program.started:
+            self.waiting.start(program, request.priority)
         self.paging.write(sequence, start, end)
         if start < request.prompt_len and not self.paging.is_known(sequence):
             self.paging.publish(sequence, end)

@@ -111,7 +111,8 @@ class Sampled(Protocol):
 
 
 class ProgramInfo:
-    """What the scheduler and the trace know of a program: its number (older ones are smaller), and if it has begun."""
+    """What the scheduler and the trace know of a program: its number (older ones are smaller), and whether a step has
+    computed anything of it."""
 
     __slots__ = ("name", "number", "started")
 

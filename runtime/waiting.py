@@ -1,7 +1,8 @@
 """The requests that wait for the scheduler, in order of admission.
 
-Owns the waiting requests, their order and their age. The scheduler adds, admits, puts back and removes; what may be
-admitted is its own decision. Requests of higher priority come first. Among equals, what was put back, and what was
+Owns the waiting requests, their order and their age, and knows which programs are at the door: they wait, and no step
+has computed anything of theirs. The scheduler adds, admits, puts back and removes; what may be admitted is its own
+decision. Requests of higher priority come first. Among equals, what was put back, and what was
 passed over too often, comes before everything else in order of arrival, so that no policy starves anyone; the policy
 orders the rest (see `policies`).
 
@@ -48,7 +49,7 @@ class WaitingQueue:
         self._sorted: list[tuple[_Key, Request]] = []
         self._keys: dict[Request, _Key] = {}
         self._fresh: OrderedDict[Request, int] = OrderedDict()  # not due yet -> admissions when it is; by arrival
-        self._unstarted: OrderedDict[Request, None] = OrderedDict()  # of programs, no step yet; by arrival
+        self._door: OrderedDict[ProgramInfo, dict[Request, None]] = OrderedDict()  # not started; by arrival
 
     def __len__(self) -> int:
         return len(self._sorted)
@@ -61,30 +62,49 @@ class WaitingQueue:
         request.arrival = next(self._arrivals)
         self._last_due = max(self._last_due, self._num_admitted + len(self) + MAX_SKIPS)
         self._fresh[request] = self._last_due
-        if request.program is not None:
-            self._unstarted[request] = None
+        if (program := request.program) is not None and not program.started:
+            self._door.setdefault(program, {})[request] = None
         self._insert(request, self._policy_key(request))
 
     def put_back(self, request: Request) -> None:
         """A request that was admitted waits again, before what was not."""
-        if not request.last_step and request.program is not None:
-            self._unstarted[request] = None
-            self._unstarted.move_to_end(request, last=False)
+        if (program := request.program) is not None and not program.started:
+            self._door[program] = {request: None, **self._door.get(program, {})}
+            self._door.move_to_end(program, last=False)
         self._insert(request, _front_key(request))
 
     def remove(self, request: Request) -> None:
         """A request waits no more."""
         del self._sorted[bisect_left(self._sorted, self._keys.pop(request), key=_key_of)]
         self._fresh.pop(request, None)
-        self._unstarted.pop(request, None)
+        program = request.program
+        if program is not None and (at_door := self._door.get(program)) is not None:
+            at_door.pop(request, None)
+            if not at_door:
+                del self._door[program]
 
     def admit(self, request: Request) -> None:
-        """A request is about to run, and its program has started."""
+        """A request is about to run."""
         self.remove(request)
         self._num_admitted += 1
-        program = request.program
-        if program is not None and not program.started:
-            self._start(program, request.priority)
+
+    def start(self, program: ProgramInfo, priority: int) -> None:
+        """A step computes the first tokens of `program`, which has one priority: it is at the door no more, and its
+        other requests come before those of programs that wait to start."""
+        program.started = True
+        self._door.pop(program, None)
+        if self._policy != "program":
+            return
+        low, high = (
+            bisect_left(self._sorted, (-priority, 1, True, number), key=_key_of)
+            for number in (program.number, program.number + 1)
+        )
+        moved = [((*key[:2], False, *key[3:]), request) for key, request in self._sorted[low:high]]
+        del self._sorted[low:high]
+        if moved:
+            self._keys.update((request, key) for key, request in moved)
+            place = bisect_left(self._sorted, moved[0][0], key=_key_of)
+            self._sorted[place:place] = moved
 
     def first(self, num: int) -> Iterator[Request]:
         """The `num` requests to admit first, in the order of now, whatever is admitted meanwhile."""
@@ -99,9 +119,18 @@ class WaitingQueue:
         return self._sorted[0][1]
 
     @property
-    def oldest_unstarted(self) -> Request | None:
-        """Of the requests of programs that no step computed anything of, the one that arrived first."""
-        return next(iter(self._unstarted), None)
+    def num_at_door(self) -> int:
+        """Programs that wait, and that no step computed anything of: however many branches, each is one."""
+        return len(self._door)
+
+    def is_at_door(self, program: ProgramInfo) -> bool:
+        """Whether a program waits for its first step."""
+        return program in self._door
+
+    @property
+    def oldest_at_door(self) -> Request | None:
+        """The first request of the program that has been at the door for longest."""
+        return next((next(iter(requests)) for requests in self._door.values()), None)
 
     def _insert(self, request: Request, key: _Key) -> None:
         self._keys[request] = key
@@ -131,22 +160,6 @@ class WaitingQueue:
             del self._fresh[request]
             del self._sorted[bisect_left(self._sorted, self._keys[request], key=_key_of)]
             self._insert(request, _front_key(request))
-
-    def _start(self, program: ProgramInfo, priority: int) -> None:
-        """The other requests of `program`, which has one priority, come before those of programs that wait to start."""
-        program.started = True
-        if self._policy != "program":
-            return
-        low, high = (
-            bisect_left(self._sorted, (-priority, 1, True, number), key=_key_of)
-            for number in (program.number, program.number + 1)
-        )
-        moved = [((*key[:2], False, *key[3:]), request) for key, request in self._sorted[low:high]]
-        del self._sorted[low:high]
-        if moved:
-            self._keys.update((request, key) for key, request in moved)
-            place = bisect_left(self._sorted, moved[0][0], key=_key_of)
-            self._sorted[place:place] = moved
 
     def _ranked(self, num: int) -> list[Request]:
         """The front in the order of a policy that looks into the tree; at most `TREE_WALKS` requests are looked up."""

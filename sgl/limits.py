@@ -73,9 +73,9 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         int, Meta(ge=1, description="Prompt tokens of one `generate` call; text counts its bytes, which are more.")
     ] = 2**26
     max_queue: Annotated[
-        int, Meta(ge=1, description="Sequences waiting for their first step; more are refused with `queue_full`.")
+        int, Meta(ge=1, description="Programs waiting for their first step, branches not counted; more are refused.")
     ] = 100_000
-    max_queue_s: Annotated[float, Meta(gt=0, description="Longest wait for the first step.")] = 600.0
+    max_queue_s: Annotated[float, Meta(gt=0, description="Longest wait of a program for its first step.")] = 600.0
 
 
 DEFAULT_LIMITS = Limits()

@@ -216,11 +216,11 @@ def samples(n: int, **asked: Any) -> Graph:
 
 
 def test_row_15_samples_are_admitted_together_or_not_at_all() -> None:
-    rig = Rig(limits=Limits(max_queue=3))
+    rig = Rig(limits=Limits(max_queue=1))
     rig.core.open(1, ProgramOptions())
     rig.core.submit(1, samples(1), finish=True)
     rig.core.open(2, ProgramOptions())
-    rig.core.submit(2, samples(4), finish=True)  # the queue has room for two of the four
+    rig.core.submit(2, samples(4), finish=True)
     assert SglError.from_info(rig.of(2, FailedEvent)[0].error).code == QueueFull.code
     assert len(rig.core.scheduler.waiting) == 1, "those that were queued are gone with the others"
     rig.run()

@@ -159,6 +159,28 @@ def test_row_51_the_queue_is_bounded_in_length_and_in_time() -> None:
     assert all(isinstance(failure(slow, program), QueueTimeout) for program in late)
 
 
+def test_row_51_the_queue_counts_programs_and_never_refuses_one_that_it_let_in() -> None:
+    rig = limited(max_queue=1, max_queue_s=10.0)
+    branches = tuple(range(1, 9))
+    halves = [
+        [text(0, "one"), gen(1, 2, name="a"), Fork(id=2, children=branches)],
+        [gen(2 + child, 4, branch=child) for child in branches],
+    ]
+    start(rig, 1, *halves[0], *halves[1])
+    start(rig, 2, text(0, "two"), gen(1, 2))
+    assert isinstance(failure(rig, 2), QueueFull), "one waits for its first step already"
+    rig.core.step()
+    start(rig, 3, text(0, "three"), gen(1, 2))  # nobody is at the door
+    start(rig, 4, text(0, "four"), gen(1, 2))
+    assert isinstance(failure(rig, 4), QueueFull)
+    for _ in range(3):
+        rig.core.step()
+    rig.time = 11.0  # branches of programs that have begun wait as long as it takes
+    rig.run()
+    assert len(rig.of(1, ValueEvent)) == 9 and rig.of(1, DoneEvent)
+    assert rig.of(3, DoneEvent)
+
+
 PHASES = ["waiting", "prefill", "decode", "select", "forked", "before a join"]
 
 

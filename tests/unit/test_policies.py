@@ -64,7 +64,9 @@ def test_started_programs_first_and_the_longest_path_first_within_one() -> None:
     queue = queue_of("program", waiting, None, 0)
     assert numbers(queue.first(6)) == [3, 5, 1, 2, 4, 6]
     queue.admit(waiting[3])
-    assert young.started
+    assert queue.is_at_door(young), "nothing of it is computed yet"
+    queue.start(young, 0)
+    assert not queue.is_at_door(young)
     assert numbers(queue.first(6)) == [2, 6, 3, 5, 1]
     for each in (waiting[1], waiting[4], waiting[5]):  # under the keys that they have now
         queue.remove(each)
@@ -87,20 +89,27 @@ def test_overdue_and_put_back_requests_come_first() -> None:
     assert numbers(queue.first(3)) == [1, 3, 2]
 
 
-def test_the_oldest_that_never_ran_is_known() -> None:
-    waiting = [request(i, new_tokens=i) for i in range(4)]
-    for each in waiting[1:]:
-        each.program = ProgramInfo(each.sequence.id, "p")
+def test_programs_are_at_the_door_until_a_step_computes_anything_of_them() -> None:
+    waiting = [request(i, new_tokens=i) for i in range(6)]
+    first, second, third = (ProgramInfo(i, "p") for i in range(3))
+    for each, program in zip(waiting, (None, first, second, second, third, third), strict=True):
+        each.program = program
     queue = queue_of("lof", waiting, None, 0)
-    assert queue.oldest_unstarted is waiting[1], "the first belongs to no program: it has all the time it needs"
+    assert queue.num_at_door == 3, "branches of a program are not counted, nor what belongs to none"
+    assert queue.oldest_at_door is waiting[1], "the first belongs to no program: it has all the time it needs"
     queue.admit(waiting[1])
+    queue.start(first, 0)
     queue.admit(waiting[2])
-    assert queue.oldest_unstarted is waiting[3]
+    assert queue.oldest_at_door is waiting[3]
+    queue.remove(waiting[3])
+    assert queue.oldest_at_door is waiting[4]
     queue.put_back(waiting[2])
-    assert queue.oldest_unstarted is waiting[2], "there was no room for its first step"
-    waiting[1].last_step = 1
+    assert queue.oldest_at_door is waiting[2], "there was no room for its first step"
     queue.put_back(waiting[1])
-    assert queue.oldest_unstarted is waiting[2]
+    assert queue.oldest_at_door is waiting[2], "it had its first step"
+    assert queue.num_at_door == 2
+    queue.start(third, 0)
+    assert not queue.is_at_door(third) and queue.num_at_door == 1, "all of its branches are let in"
 
 
 @pytest.mark.parametrize("policy", ["program", "fcfs", "lof", "random"])
@@ -119,6 +128,8 @@ def test_the_queue_stays_sorted_whatever_comes_and_goes(policy: QueuePolicyName)
             case 2 if len(queue):
                 (chosen,) = queue.first(1)
                 queue.admit(chosen)
+                if chosen.program is not None and not chosen.program.started:
+                    queue.start(chosen.program, chosen.priority)
                 running.append(chosen)
             case 3 if running:
                 chosen = running.pop(pick.randrange(len(running)))
