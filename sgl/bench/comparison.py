@@ -43,6 +43,8 @@ Progress = Callable[[str], None]
 
 _TUNING_TRIES = 3
 _TUNING_TOKENS = 16
+_ASKED_ROWS = 2
+"""Rows in which the peer is asked what it prefers."""
 
 
 class Case(msgspec.Struct, frozen=True, kw_only=True):
@@ -68,7 +70,8 @@ class Agreement(msgspec.Struct, frozen=True, kw_only=True):
     """How far the two sides say the same. In 16 bits near ties fall either way: less than 1 is no error by itself."""
 
     preferred: float | None
-    """Share of our tokens that the peer, given our text so far, prefers as well; None where it cannot say."""
+    """Share of our tokens that the peer, given our text so far, prefers as well, in the first rows (asking takes longer
+    than generating); None where it cannot say."""
     common_prefix: float
     """Share of the tokens before the first difference in each row."""
 
@@ -216,11 +219,12 @@ def check_comparable(a: Loaded, b: Loaded, weights: Sequence[str | None], *, mix
 
 def agreement(prompts: list[list[int]], ours: Generated, theirs: Generated, peer: Side) -> Agreement:
     """Compare the tokens of one call, whose prompts are of one length."""
-    texts = [prompt + row for prompt, row in zip(prompts, ours.token_ids, strict=True)]
+    asked = ours.token_ids[:_ASKED_ROWS]
+    texts = [prompt + row for prompt, row in zip(prompts, asked, strict=False)]
     liked = peer.preferred(texts, len(prompts[0]) - 1)
     total = sum(len(row) for row in ours.token_ids)
     return Agreement(
-        preferred=None if liked is None else _agreeing(ours.token_ids, liked) / total,
+        preferred=None if liked is None else _agreeing(asked, liked) / sum(map(len, asked)),
         common_prefix=sum(map(common_prefix_len, ours.token_ids, theirs.token_ids)) / total,
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import sys
 import threading
 from collections.abc import Iterator
@@ -25,7 +26,12 @@ class Handler(BaseHTTPRequestHandler):
 
     protocol_version = "HTTP/1.1"
 
+    loading = False
+
     def do_GET(self) -> None:
+        if self.path == "/health" and self.loading:
+            self._answer({"error": "loading model"}, 503)
+            return
         self._answer({"data": [{"meta": {"n_vocab": 512}}]})
 
     def do_POST(self) -> None:
@@ -40,9 +46,9 @@ class Handler(BaseHTTPRequestHandler):
         ]
         self._answer(rows[0] if len(rows) == 1 else rows[::-1])
 
-    def _answer(self, body: Any) -> None:
+    def _answer(self, body: Any, status: int = 200) -> None:
         data = json.dumps(body).encode()
-        self.send_response(200)
+        self.send_response(status)
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
         self.wfile.write(data)
@@ -110,6 +116,33 @@ def test_llamacpp_tunes_what_is_open_and_keeps_room_for_whole_outputs(started: l
     assert len(adapter.generate([[1] * 8] * 2, 200)[0]) == 200
     assert len(started) == servers, "a longer output after tuning must not start a server inside a measurement"
     adapter.close()
+
+
+def test_llamacpp_is_asked_over_a_connection_that_its_server_has_not_dropped(
+    started: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = [100.0]
+    monkeypatch.setattr("sgl.bench.peers.llamacpp_adapter.time.monotonic", lambda: clock[0])
+    adapter = LlamaCppAdapter(LOAD)
+    assert adapter._connection is not None
+    kept = adapter._connection.sock
+    adapter.generate([[5]], 1)
+    assert adapter._connection.sock is kept
+    clock[0] += 6.0  # the other side's turn
+    kept.shutdown(socket.SHUT_RDWR)
+    assert adapter.generate([[5]], 2) == [[6, 7]]
+    assert adapter._connection.sock is not kept
+    adapter._connection.sock.shutdown(socket.SHUT_RDWR)
+    with pytest.raises(BenchError, match="with 1 slots of 2048 tokens dropped the connection"):
+        adapter.generate([[5]], 1)
+    adapter.close()
+
+
+def test_a_llamacpp_that_never_gets_ready_is_an_error(started: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Handler, "loading", True)
+    monkeypatch.setattr("sgl.bench.peers.llamacpp_adapter._READY_S", 0.02)
+    with pytest.raises(BenchError, match="was not ready in"):
+        LlamaCppAdapter(LOAD)
 
 
 def test_what_llamacpp_refuses_is_an_error(started: list[Any]) -> None:

@@ -1,8 +1,9 @@
 """llama.cpp as a side, through the wheel `xllamacpp`: the same GGUF file, its own server inside the side's process.
 
 The wheel offers llama.cpp's server and no way around it. A call of ours is one request to its own `/completion` over a
-connection on the loopback that stays open: all prompts together as token ids, one slot each, tokens back. To
-llama.cpp's own work that adds one JSON object each way and its detokenizer, below a millisecond a call.
+connection on the loopback: all prompts together as token ids, one slot each, tokens back. To llama.cpp's own work that
+adds one JSON object each way and its detokenizer, below a millisecond a call. The connection stays open between calls
+that follow each other; the server closes it after five idle seconds, as long as one turn of our side may take.
 
 Slots and context are made for the case (`tune`): a context longer than needed would cost it time. Keys and values are
 float16, llama.cpp's default and its fastest. The file is read into memory at start, not mapped, so that no page of it
@@ -29,6 +30,10 @@ _TRIES = 2
 """Of each candidate, the best of which counts, after one that warms it up."""
 _SPARE = 8
 """Tokens of a slot beyond prompt and output; the server wants some."""
+_KEEP_S = 2.0
+"""Idle time after which a connection is made anew: the server drops it at five seconds."""
+_READY_S = 120.0
+"""For a server to load the model."""
 
 
 class Shape(msgspec.Struct, frozen=True):
@@ -53,6 +58,7 @@ class LlamaCppAdapter(Adapter):
         self._shape = Shape()
         self._server: Any = None
         self._connection: http.client.HTTPConnection | None = None
+        self._used_at = 0.0
         self._start()
 
     def loaded(self) -> Loaded:
@@ -154,20 +160,47 @@ class LlamaCppAdapter(Adapter):
         params.verbosity = -1
         self._server = xllamacpp.Server(params)
         self._connection = http.client.HTTPConnection(self._server.listening_address.removeprefix("http://"))
+        self._wait_until_ready()
+
+    def _wait_until_ready(self) -> None:
+        """The server answers 503 while it loads."""
+        deadline = time.monotonic() + _READY_S
+        while self._exchange("GET", "/health")[0] != http.HTTPStatus.OK:
+            if time.monotonic() > deadline:
+                raise BenchError(
+                    f"llama.cpp's server with {self._shape.slots} slots of {self._shape.slot_len} tokens was not ready "
+                    f"in {_READY_S:.0f} s"
+                )
+            time.sleep(0.01)
 
     def _vocab_size(self) -> int:
         (model,) = self._ask("GET", "/v1/models")["data"]
         return int(model["meta"]["n_vocab"])
 
     def _ask(self, method: str, path: str, body: Any = None) -> Any:
-        if self._connection is None:
-            raise BenchError("llama.cpp's server is closed")
-        self._connection.request(method, path, None if body is None else json.dumps(body))
-        response = self._connection.getresponse()
-        text = response.read()
-        if response.status != http.HTTPStatus.OK:
-            raise BenchError(f"llama.cpp answered {response.status}: {text[:200]!r}")
+        status, text = self._exchange(method, path, body)
+        if status != http.HTTPStatus.OK:
+            raise BenchError(f"llama.cpp answered {status}: {text[:200]!r}")
         return json.loads(text)
+
+    def _exchange(self, method: str, path: str, body: Any = None) -> tuple[int, bytes]:
+        """One request; its status and what came back."""
+        connection = self._connection
+        if connection is None:
+            raise BenchError("llama.cpp's server is closed")
+        if time.monotonic() - self._used_at > _KEEP_S:
+            connection.close()  # the next request opens another
+        try:
+            connection.request(method, path, None if body is None else json.dumps(body))
+            response = connection.getresponse()
+            return response.status, response.read()
+        except (OSError, http.client.HTTPException) as error:
+            raise BenchError(
+                f"llama.cpp's server with {self._shape.slots} slots of {self._shape.slot_len} tokens dropped the "
+                f"connection: {type(error).__name__}: {error}"
+            ) from error
+        finally:
+            self._used_at = time.monotonic()
 
 
 def _rows(told: Any) -> list[dict[str, Any]]:
