@@ -16,6 +16,16 @@ import msgspec
 from msgspec import Meta
 
 from sgl.errors import ConfigError
+from sgl.limits import (
+    DEFAULT_LIMITS,
+    ENGINE_LIMITS,
+    Limits,
+    MaxCompileBytes,
+    MaxCompileS,
+    MaxQueue,
+    MaxQueueS,
+    MaxStopRegexS,
+)
 from sgl.runtime.eviction import EvictionPolicyName, parse_parameters
 from sgl.runtime.memory_plan import (
     MemoryLimit,
@@ -159,6 +169,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
             "never by default."
         ),
     ] = None
+    max_queue: MaxQueue = DEFAULT_LIMITS.max_queue
+    max_queue_s: MaxQueueS = DEFAULT_LIMITS.max_queue_s
+    max_compile_s: MaxCompileS = DEFAULT_LIMITS.max_compile_s
+    max_compile_bytes: MaxCompileBytes = DEFAULT_LIMITS.max_compile_bytes
+    max_stop_regex_s: MaxStopRegexS = DEFAULT_LIMITS.max_stop_regex_s
     watchdog_timeout: Annotated[
         float,
         Meta(
@@ -196,6 +211,16 @@ def config_from_mapping(given: Mapping[str, Any]) -> EngineConfig:
         reason, _, path = str(error).partition(" - at `$.")
         field = re.split(r"\W", path)[0]
         raise wrong_value(field, given[field], reason) from None
+
+
+def limits_of(config: EngineConfig) -> Limits:
+    """The bounds that hold in an engine: the user's where `EngineConfig` has a field, else the defaults.
+
+    Example:
+        >>> limits_of(EngineConfig(max_queue=5)).max_queue
+        5
+    """
+    return Limits(**{name: getattr(config, name) for name in ENGINE_LIMITS})
 
 
 def wrong_value(field: str, value: Any, reason: object) -> ConfigError:
@@ -300,6 +325,7 @@ class ResolvedConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_pinned_tokens: int = 0
     disable_forced_tokens: bool = False
     num_mask_threads: int = 0
+    limits: Limits = DEFAULT_LIMITS
     facts: Facts | None = None
     memory: MemoryPlan | None = None
     reasons: tuple[Reason, ...] = ()
@@ -377,6 +403,7 @@ def resolve(config: EngineConfig, facts: Facts) -> ResolvedConfig:
         preemption_threshold=None
         if config.disable_priority_preemption
         else config.priority_scheduling_preemption_threshold,
+        limits=limits_of(config),
         facts=facts,
         memory=memory,
         reasons=tuple(reasons),

@@ -23,7 +23,7 @@ from typing import Any, Protocol
 from sgl.errors import EngineDead, InternalError, QueueTimeout, SglError, StateLost
 from sgl.grammars.compiler import GrammarCompiler
 from sgl.lang.graph import Event, FailedEvent, Graph, ProgramOptions
-from sgl.limits import DEFAULT_LIMITS, Limits
+from sgl.limits import Limits
 from sgl.runtime.alarms import Alarms
 from sgl.runtime.branch import Reply
 from sgl.runtime.cache_control import CacheControl, busy
@@ -83,21 +83,20 @@ class EngineCore:
         executor: Executor | None = None,
         clock: Callable[[], float] = time.monotonic,
         wake: Callable[[], None] = lambda: None,
-        limits: Limits = DEFAULT_LIMITS,
         processors: Collection[str] = frozenset(BUILT_IN),
         faults: FaultPoints | None = None,
         tracer: Tracer | None = None,
     ) -> None:
         self.epoch = uuid.uuid4().hex
         self.config = config
-        self.limits = limits
+        self.limits = limits = config.limits
         self.tokenizer = tokenizer
         self.stats = Stats()
         self.scheduler = Scheduler(
             config,
             self.stats,
             limits,
-            masks=MaskFiller(tokenizer.vocab_size, config.num_mask_threads),
+            masks=MaskFiller(tokenizer.vocab_size, config.num_mask_threads, config.num_threads),
             on_end=tracer.ended if tracer is not None else None,
         )
         self.cache = CacheControl(self.scheduler, tokenizer, clock)

@@ -25,7 +25,6 @@ import numpy.typing as npt
 from sgl.errors import ConfigError
 from sgl.grammars.matcher import Bitmask, bitmask_to_bool
 from sgl.lang.graph import DeltaEvent, DoneEvent, Event, FailedEvent, Graph, HandlesEvent, ProgramOptions, ValueEvent
-from sgl.limits import DEFAULT_LIMITS, Limits
 from sgl.runtime.config import ResolvedConfig
 from sgl.runtime.core import EngineCore
 from sgl.runtime.messages import Submit, ToWorker
@@ -187,12 +186,11 @@ class Simulation:
         latency: LatencyModel | None = None,
         tokenizer: Tokenizer | None = None,
         output_len: OutputLen | None = None,
-        limits: Limits = DEFAULT_LIMITS,
     ) -> None:
         tokenizer = tokenizer or Tokenizer.toy()
         self.model = SimulatedModel(latency or LatencyModel(), tokenizer, output_len)
         self.core = EngineCore(
-            config, tokenizer, self.model, self.model, emit=self._on_event, clock=self.model.clock, limits=limits
+            config, tokenizer, self.model, self.model, emit=self._on_event, clock=self.model.clock
         )
         self._times: dict[int, ProgramTimes] = {}
         self._fragments: dict[int, deque[Graph]] = {}

@@ -21,7 +21,7 @@ from sgl import environment, limits
 from sgl.errors import DownloadFailed, ErrorInfo, SglError
 from sgl.kernels import registry
 from sgl.kernels.native import library
-from sgl.runtime.config import EngineConfig, ResolvedConfig, config_from_mapping, resolve
+from sgl.runtime.config import EngineConfig, ResolvedConfig, config_from_mapping, limits_of, resolve
 from sgl.runtime.loading.checkpoint import open_checkpoint
 from sgl.runtime.loading.facts import available_bytes, cpu_count, memory_limits, native_folder
 from sgl.runtime.loading.sources import CachedModel, cache_folder, cached_models, locate
@@ -87,11 +87,12 @@ class ModelReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Limit(msgspec.Struct, frozen=True):
-    """One bound on a request."""
+    """One bound on a request; `option` says whether an engine can be given another one."""
 
     name: str
     value: int | float
     meaning: str
+    option: bool
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
@@ -123,7 +124,9 @@ def examine(fields: Mapping[str, Any], *, build: bool = False) -> Report:
     Raises:
         ConfigError: unknown or invalid options.
     """
-    model = examine_model(environment.with_environment(fields, EngineConfig))
+    fields = environment.with_environment(fields, EngineConfig)
+    bounds = limits_of(config_from_mapping(fields))
+    model = examine_model(fields)
     return Report(
         sgl=sgl.__version__,
         location=str(Path(sgl.__file__).parent),
@@ -139,7 +142,8 @@ def examine(fields: Mapping[str, Any], *, build: bool = False) -> Report:
         environment=environment.table(EngineConfig),
         unknown_variables=environment.unknown_variables(EngineConfig),
         limits=tuple(
-            Limit(name, getattr(limits.DEFAULT_LIMITS, name), meaning) for name, _, meaning in limits.describe()
+            Limit(name, getattr(bounds, name), meaning, name in limits.ENGINE_LIMITS)
+            for name, _, meaning in limits.describe()
         ),
     )
 

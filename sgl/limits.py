@@ -12,6 +12,23 @@ from typing import Annotated, get_args, get_type_hints
 import msgspec
 from msgspec import Meta
 
+# Those that an operator gives an engine at its start; `EngineConfig` has a field of the same name and type for each.
+MaxStopRegexS = Annotated[
+    float,
+    Meta(gt=0, le=3600, description="CPU time that the stop patterns of one generation take in all; then it fails."),
+]
+MaxCompileS = Annotated[float, Meta(gt=0, le=3600, description="Seconds of compiling one constraint.")]
+MaxCompileBytes = Annotated[int, Meta(ge=1, le=2**40, description="Memory of compiling one constraint.")]
+MaxQueue = Annotated[
+    int, Meta(ge=1, description="Programs waiting for their first step, branches not counted; more are refused.")
+]
+MaxQueueS = Annotated[
+    float, Meta(gt=0, le=1e9, description="Seconds that a program waits for its first step at most; then it fails.")
+]
+
+ENGINE_LIMITS = ("max_stop_regex_s", "max_compile_s", "max_compile_bytes", "max_queue", "max_queue_s")
+"""The others bound what a request may say; its client checks them as the engine does, so they are the same everywhere."""
+
 
 class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Bounds on one request. Units are in the names (`_bytes`, `_s`, `_len` in tokens).
@@ -36,9 +53,7 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         int, Meta(ge=1, description="One stop string; also the most text a stream can hold back.")
     ] = 256
     max_stop_regex_bytes: Annotated[int, Meta(ge=1, description="One stop pattern.")] = 1024
-    max_stop_regex_s: Annotated[
-        float, Meta(gt=0, description="CPU time that the stop patterns of one generation take in all; then it fails.")
-    ] = 1.0
+    max_stop_regex_s: MaxStopRegexS = 1.0
     max_stop_token_ids: Annotated[int, Meta(ge=0, description="Stop token ids of one generation.")] = 1024
     max_logit_bias: Annotated[
         int, Meta(ge=0, description="Biased token ids; each is written for every token drawn.")
@@ -58,8 +73,8 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         int, Meta(ge=1, description="Options of one select, each a scored sequence; scored rows of options in a step.")
     ] = 1024
     max_schema_bytes: Annotated[int, Meta(ge=1, description="JSON schema, regex or grammar text.")] = 64 * 2**10
-    max_compile_s: Annotated[float, Meta(gt=0, description="Compiling one constraint.")] = 2.0
-    max_compile_bytes: Annotated[int, Meta(ge=1, description="Memory of compiling one constraint.")] = 256 * 2**20
+    max_compile_s: MaxCompileS = 2.0
+    max_compile_bytes: MaxCompileBytes = 256 * 2**20
     max_graph_nodes: Annotated[
         int, Meta(ge=1, description="Nodes of one submitted graph; a longer program submits fragments.")
     ] = 100_000
@@ -72,10 +87,8 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     max_call_tokens: Annotated[
         int, Meta(ge=1, description="Prompt tokens of one `generate` call; text counts its bytes, which are more.")
     ] = 2**26
-    max_queue: Annotated[
-        int, Meta(ge=1, description="Programs waiting for their first step, branches not counted; more are refused.")
-    ] = 100_000
-    max_queue_s: Annotated[float, Meta(gt=0, description="Longest wait of a program for its first step.")] = 600.0
+    max_queue: MaxQueue = 100_000
+    max_queue_s: MaxQueueS = 600.0
 
 
 DEFAULT_LIMITS = Limits()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from sgl.cli.console import bytes_text, show_table
+from sgl.cli.options import flag_of
 from sgl.doctor import ModelReport, NativeReport, Report
 from sgl.runtime.memory_plan import USABLE_SHARE, MemoryPlan, size_text
 
@@ -49,7 +50,8 @@ def show_report(report: Report) -> None:
     for name, near in report.unknown_variables:
         print(f"{name} is not known" + (f"; did you mean {near}?" if near else ""))
     _section("limits")
-    show_table(("name", "value", "meaning"), [(row.name, row.value, row.meaning) for row in report.limits])
+    rows = [(row.name, row.value, flag_of(row.name) if row.option else "fixed", row.meaning) for row in report.limits]
+    show_table(("name", "value", "set by", "meaning"), rows)
 
 
 def _show_native(native: NativeReport) -> None:

@@ -134,7 +134,7 @@ class Rig:
         **changes: object,
     ) -> None:
         self.alive.add(self)
-        config = small_config(**changes)
+        config = small_config(limits=limits, **changes)
         self.runner = ScriptedRunner(config.num_pages, config.page_size, hook)
         self.time = 0.0
         self.events: dict[int, list[Event]] = {}
@@ -145,7 +145,6 @@ class Rig:
             Sampler(self.tokenizer.vocab_size, processors),
             emit=lambda program, event: self.events.setdefault(program, []).append(event),
             clock=lambda: self.time,
-            limits=limits,
             processors=processors,
             faults=self._faults(faults) if faults is not None else None,
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -216,7 +217,8 @@ def test_doctor_explains_the_dummy_model(command: Command) -> None:
     assert {choice["op"] for choice in report["kernels"]} >= {"rms_norm"}
     assert report["machine"]["usable_cpus"] >= 1
     assert {row["name"] for row in report["limits"]} >= {"max_stops", "max_json_depth"}
-    text = command("doctor", "--model-path", "dummy").out
+    text = command("doctor", "--model-path", "dummy", "--max-queue", "4").out
+    assert re.search(r"max_queue +4 +--max-queue ", text)
     assert "dtype" in text
     assert "float32" in text
 

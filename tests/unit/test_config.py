@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_type_hints
 
 import msgspec
 import pytest
 
 from sgl.errors import ConfigError
+from sgl.limits import DEFAULT_LIMITS, ENGINE_LIMITS, Limits
 from sgl.runtime.config import EngineConfig, Facts, config_from_mapping, resolve
 
 SMALL = Facts(
@@ -48,6 +49,18 @@ def test_what_the_user_set_is_taken_and_needs_no_reason() -> None:
     resolved = resolve(wish, SMALL)
     assert (resolved.dtype, resolved.context_len, resolved.num_pages, resolved.random_seed) == ("bfloat16", 100, 83, 7)
     assert not {reason.field for reason in resolved.reasons} & {"dtype", "context_length", "max_total_tokens"}
+
+
+def test_bounds_are_given_at_the_start_like_everything_else() -> None:
+    wish = config_from_mapping({"max_queue": 3, "max_queue_s": 2.5, "max_compile_s": 9})
+    resolved = resolve(wish, SMALL)
+    assert (resolved.limits.max_queue, resolved.limits.max_queue_s, resolved.limits.max_compile_s) == (3, 2.5, 9.0)
+    assert resolve(EngineConfig(), SMALL).limits == DEFAULT_LIMITS
+    kinds, options = (get_type_hints(kind, include_extras=True) for kind in (Limits, EngineConfig))
+    assert all(kinds[name] == options[name] for name in ENGINE_LIMITS), "one type and one text for both"
+    for name, value in (("max_queue", 0), ("max_queue_s", float("inf")), ("max_compile_s", float("nan"))):
+        with pytest.raises(ConfigError, match=name):
+            config_from_mapping({name: value})
 
 
 def test_a_context_longer_than_the_models_own() -> None:
