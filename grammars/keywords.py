@@ -34,7 +34,7 @@ class Kind(Enum):
     SCHEMA = "a schema (an object or a boolean)"
     SCHEMAS = "a list of at least one schema"
     SCHEMA_MAP = "an object whose values are schemas"
-    COUNT = "an integer of at least 0"
+    COUNT = "an integer from 0 to 2**53"
     NUMBER = "a finite number of at most 2**53 in size"
     POSITIVE = "a number above 0"
     BOOLEAN = "true or false"
@@ -377,6 +377,8 @@ class _Check:
             message = f"format {value!r} at {pointer} is not enforced by {self.backend}"
             hint = f"use pattern or numeric bounds, or one of {', '.join(sorted(FORMATS[self.backend]))}"
             self.refuse(pointer, message, hint)
+        elif word in ("const", "enum"):
+            self.numbers(pointer, value)
         elif word == "pattern":
             self.pattern(pointer, value)
         elif word == "patternProperties":
@@ -400,7 +402,7 @@ class _Check:
             Kind.SCHEMA: isinstance(value, (dict, bool)),
             Kind.SCHEMAS: isinstance(value, list) and bool(value) and all(isinstance(v, (dict, bool)) for v in value),
             Kind.SCHEMA_MAP: isinstance(value, dict) and all(isinstance(v, (dict, bool)) for v in value.values()),
-            Kind.COUNT: number and value >= 0 and value == math.floor(value),
+            Kind.COUNT: number and 0 <= value <= _LARGEST and value == math.floor(value),
             Kind.NUMBER: number and abs(value) <= _LARGEST,
             Kind.POSITIVE: number and 0 < value <= _LARGEST,
             Kind.BOOLEAN: isinstance(value, bool),
@@ -422,6 +424,17 @@ class _Check:
                 pointer=pointer,
             )
         raise InvalidSchema(f"{pointer} is {_shown(value)}; expected {wanted}", hint="mend its value", pointer=pointer)
+
+    def numbers(self, pointer: str, value: Any) -> None:
+        """Refuse a number, anywhere in a value, that a backend would write as another one or cannot read."""
+        if isinstance(value, dict):
+            for name, child in value.items():
+                self.numbers(f"{pointer}/{_escaped(name)}", child)
+        elif isinstance(value, list):
+            for index, child in enumerate(value):
+                self.numbers(f"{pointer}/{index}", child)
+        elif isinstance(value, (int, float)) and not isinstance(value, bool):
+            self.value(pointer, Kind.NUMBER, value)
 
     def pattern(self, pointer: str, pattern: str) -> None:
         try:

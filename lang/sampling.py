@@ -292,7 +292,11 @@ def _bias(name: str, value: Any) -> tuple[tuple[int, float], ...]:
     if isinstance(value, tuple) and all(isinstance(pair, tuple) and len(pair) == 2 for pair in value):
         value = dict(value)  # the stored form
     if not isinstance(value, Mapping):
-        raise InvalidParameter(f"{name} is {_shown(value)}; expected a mapping of token id to number", param=name)
+        raise InvalidParameter(
+            f"{name} is {_shown(value)}; expected a mapping of token id to number",
+            hint=f"for example {name}={{42: -100}}, which all but forbids token 42",
+            param=name,
+        )
     if len(value) > DEFAULT_LIMITS.max_logit_bias:  # before any of them is looked at
         _check_count(name, tuple(value), DEFAULT_LIMITS.max_logit_bias, "entries")
     pairs: dict[int, Any] = {}
@@ -300,11 +304,23 @@ def _bias(name: str, value: Any) -> tuple[tuple[int, float], ...]:
         token_id = (
             int(key) if isinstance(key, str) and key.isascii() and key.isdigit() and len(key) < 20 else plain(key)
         )
-        check_integer(name, token_id, low=0, high=2**31 - 1)
+        if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < 2**31:
+            raise InvalidParameter(
+                f"{name} has the key {_shown(key)}; expected a token id, an integer >= 0",
+                hint="the ids of a text are those that tokenizing it gives",
+                param=name,
+            )
         if token_id in pairs:
-            raise InvalidParameter(f"{name} has token id {token_id} twice", param=name)
+            raise InvalidParameter(f"{name} has token id {token_id} twice", hint="leave one out", param=name)
         bias = plain(bias)
-        check_number(name, bias, low=-100.0, high=100.0)
+        try:
+            check_number(name, bias, low=-100.0, high=100.0)
+        except InvalidParameter:
+            raise InvalidParameter(
+                f"{name} of token id {token_id} is {_shown(bias)}; expected a finite number >= -100 and <= 100",
+                hint="100 all but forces a token, -100 all but forbids it",
+                param=name,
+            ) from None
         pairs[token_id] = float(bias)
     return tuple(sorted(pairs.items()))
 

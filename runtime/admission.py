@@ -6,18 +6,19 @@ by a program run with each fragment; a failure ends that program, and nothing of
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable, Mapping
 
 from sgl.errors import InvalidParameter, SglError
 from sgl.lang.graph import Gen, Graph, check_stop_pattern
+from sgl.runtime.processors import LogitProcessor, check_params
 
 
-def check_generations(graph: Graph, vocab_size: int, processors: Collection[str]) -> None:
+def check_generations(graph: Graph, vocab_size: int, processors: Mapping[str, LogitProcessor]) -> None:
     """Check every generation in `graph`.
 
     Raises:
-        InvalidParameter: a token id is outside of the vocabulary, or a logit processor is not registered; with the
-            node's location.
+        InvalidParameter: a token id is outside of the vocabulary, a logit processor is not registered, or refuses its
+            parameters; with the node's location.
         InvalidRegex, ConstraintTooComplex: a stop pattern.
     """
     for node in graph.nodes:
@@ -28,7 +29,7 @@ def check_generations(graph: Graph, vocab_size: int, processors: Collection[str]
                 raise error.at(node.location)  # noqa: B904 - the same error, with its place
 
 
-def _check(node: Gen, vocab_size: int, processors: Collection[str]) -> None:
+def _check(node: Gen, vocab_size: int, processors: Mapping[str, LogitProcessor]) -> None:
     sampling = node.sampling
     _check_ids("stop_token_ids", sampling.stop_token_ids, vocab_size)
     _check_ids("token_ids_logprob", sampling.token_ids_logprob, vocab_size)
@@ -42,6 +43,8 @@ def _check(node: Gen, vocab_size: int, processors: Collection[str]) -> None:
             hint="the operator registers more with logit_processors when the engine is started",
             param="custom_logit_processor",
         )
+    if name is not None:
+        check_params(name, processors[name], sampling.custom_params, vocab_size)
     if node.constraint is not None and sampling.min_new_tokens:
         raise InvalidParameter(
             "min_new_tokens cannot be combined with a constraint: it may be complete earlier",

@@ -39,9 +39,9 @@ from sgl.runtime.memory_plan import (
 from sgl.runtime.numerics import Dtype, Kernels, Quantization, decide_numerics
 
 # Bounds belong to the number, not to the union with None: msgspec refuses them there.
-Count = Annotated[int, Meta(ge=1)]
-Seed = Annotated[int, Meta(ge=0)]
-Size = Annotated[int, Meta(ge=0)]
+Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+Seed = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+Size = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Share = Annotated[float, Meta(gt=0, lt=1)]
 Seconds = Annotated[float, Meta(gt=0, le=1e9)]
 """Thirty years at most: what clocks and locks take without overflowing."""
@@ -99,7 +99,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     ] = None
     max_running_requests: Annotated[Count | None, Meta(description="Sequences in one step.")] = None
     chunked_prefill_size: Annotated[Count | None, Meta(description="Tokens computed in one step.")] = None
-    page_size: Annotated[int, Meta(ge=1, description="Tokens per KV page; 1 shares to the token.")] = 1
+    page_size: Annotated[int, Meta(ge=1, le=2**31 - 1, description="Tokens per KV page; 1 shares to the token.")] = 1
     schedule_policy: Annotated[
         Literal["program", "fcfs", "lpm", "dfs-weight", "lof", "random"],
         Meta(description="Order of waiting requests; `program` finishes started programs first."),
@@ -116,7 +116,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         Meta(description="Which running request is put back when the KV pool is full."),
     ] = "latest"
     priority_scheduling_preemption_threshold: Annotated[
-        int, Meta(ge=1, description="A waiting request displaces a running one whose priority is lower by this much.")
+        int,
+        Meta(
+            ge=1,
+            le=2**31 - 1,
+            description="A waiting request displaces a running one whose priority is lower by this much.",
+        ),
     ] = 10
     disable_priority_preemption: Annotated[
         bool, Meta(description="Priorities order the queue only; nothing that runs is displaced.")
@@ -196,6 +201,10 @@ def config_from_mapping(given: Mapping[str, Any]) -> EngineConfig:
 
     Raises:
         ConfigError: an unknown name (with the nearest known one), or a value of the wrong type or range.
+
+    Example:
+        >>> config_from_mapping({"json_model_override_args": {"num_hidden_layers": 4}}).json_model_override_args
+        '{"num_hidden_layers":4}'
     """
     for key in given:
         if key not in EngineConfig.__struct_fields__:
@@ -205,12 +214,27 @@ def config_from_mapping(given: Mapping[str, Any]) -> EngineConfig:
                 hint=f"did you mean {near[0]!r}?" if near else "see `sgl doctor` for the options",
                 param=key,
             )
+    given = {key: _json_text(key, value) if isinstance(value, Mapping) else value for key, value in given.items()}
     try:
-        return msgspec.convert(dict(given), EngineConfig)
+        return msgspec.convert(given, EngineConfig)
     except msgspec.ValidationError as error:
         reason, _, path = str(error).partition(" - at `$.")
         field = re.split(r"\W", path)[0]
         raise wrong_value(field, given[field], reason) from None
+
+
+_JSON_FIELDS = ("json_model_override_args", "radix_eviction_policy_config", "fault_points")
+"""JSON objects, as text; a mapping is written as such."""
+
+
+def _json_text(field: str, value: Mapping[str, Any]) -> Any:
+    """The text of a mapping where a field holds JSON; elsewhere the mapping, which is refused as any wrong value."""
+    if field not in _JSON_FIELDS:
+        return value
+    try:
+        return msgspec.json.encode(value).decode()
+    except (TypeError, ValueError, OverflowError, msgspec.MsgspecError) as error:
+        raise wrong_value(field, value, f"it cannot be written as JSON: {error}") from None
 
 
 def limits_of(config: EngineConfig) -> Limits:
@@ -228,6 +252,8 @@ def wrong_value(field: str, value: Any, reason: object) -> ConfigError:
     choices = get_args(get_type_hints(EngineConfig).get(field))
     listed = ", ".join(map(str, choices)) if all(isinstance(choice, str) for choice in choices) else ""
     hint = f"give {field} one of {listed}" if listed else f"give {field} such a value"
+    if field in _JSON_FIELDS:
+        hint = f"give {field} a JSON object: a mapping, or its text"
     return ConfigError(f"{field} is {value!r}: {reason}", hint=hint, param=field)
 
 

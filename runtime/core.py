@@ -16,7 +16,7 @@ import math
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Executor, Future
 from typing import Any, Protocol
 
@@ -32,7 +32,7 @@ from sgl.runtime.failures import internal_error
 from sgl.runtime.faults import FaultPoints
 from sgl.runtime.masks import MaskFiller
 from sgl.runtime.plan import StepPlan, StepResult
-from sgl.runtime.processors import BUILT_IN
+from sgl.runtime.processors import BUILT_IN, LogitProcessor
 from sgl.runtime.program_run import ProgramRun
 from sgl.runtime.scheduler import Scheduler
 from sgl.runtime.sequence import Request
@@ -67,7 +67,7 @@ class EngineCore:
         emit: receives (program, event), in order.
         clock: seconds.
         wake: called from an executor's thread when a job is done.
-        processors: names of the custom logit processors that the sampler has.
+        processors: the custom logit processors that the sampler has, by name.
         faults: what to make fail, in tests.
         tracer: writes the step timeline.
     """
@@ -83,7 +83,7 @@ class EngineCore:
         executor: Executor | None = None,
         clock: Callable[[], float] = time.monotonic,
         wake: Callable[[], None] = lambda: None,
-        processors: Collection[str] = frozenset(BUILT_IN),
+        processors: Mapping[str, LogitProcessor] = BUILT_IN,
         faults: FaultPoints | None = None,
         tracer: Tracer | None = None,
     ) -> None:

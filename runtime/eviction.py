@@ -205,7 +205,7 @@ def parse_parameters(name: str, text: str | None) -> dict[str, int]:
     except msgspec.DecodeError as error:
         raise _wrong(f"radix_eviction_policy_config {text!r} is no JSON: {error}", "give a JSON object") from None
     if not isinstance(given, dict):
-        raise _wrong(f"radix_eviction_policy_config is {text!r}", "give a JSON object")
+        raise _wrong(f"radix_eviction_policy_config is {text!r}", 'give a JSON object, as {"protected_threshold": 4}')
     make_policy(name, given)
     return given
 

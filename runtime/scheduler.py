@@ -286,11 +286,13 @@ class Scheduler:
             pinned = self.pins.num_pages - self.pins.shared_pages(sequence.namespace, sequence.token_ids)
         if self._needed_pages(request) > self.config.num_pages - pinned:
             needed = min(request.prompt_len + request.new_tokens, self.config.context_len)
+            what, shorter = f"{request.prompt_len} prompt and {request.new_tokens} new tokens need", "lower max_new_tokens"
+            if not request.new_tokens:  # a prefix, a prompt that is only scored, or a select with its options
+                what, shorter = f"a prompt of {request.prompt_len} tokens needs", "shorten the prompt"
             raise NeverFits(
-                f"{request.prompt_len} prompt and {request.new_tokens} new tokens need {needed} tokens of KV cache; "
-                f"the whole pool holds {self.config.pool_tokens}"
+                f"{what} {needed} tokens of KV cache; the whole pool holds {self.config.pool_tokens}"
                 + (f", of which {pinned * self.page_size} are pinned" if pinned else ""),
-                hint="lower max_new_tokens, or raise max_total_tokens",
+                hint=f"{shorter}, or raise max_total_tokens",
                 needed_tokens=needed,
                 pool_tokens=self.config.pool_tokens,
             )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 from sgl.errors import SglError
@@ -11,6 +11,7 @@ from sgl.lang.graph import Event
 from sgl.limits import Limits
 from sgl.runtime.config import ResolvedConfig
 from sgl.runtime.faults import FaultPoints
+from sgl.runtime.processors import LogitProcessor
 from sgl.runtime.scheduler import Scheduler
 from sgl.runtime.sequence import Request
 from sgl.runtime.text.tokenizer import Tokenizer
@@ -28,7 +29,7 @@ class Services(Protocol):
     scheduler: Scheduler
     tokenizer: Tokenizer
     compiler: GrammarCompiler
-    processors: Collection[str]
+    processors: Mapping[str, LogitProcessor]
     faults: FaultPoints | None
 
     def now(self) -> float:

@@ -368,7 +368,7 @@ def build_core(
         emit=emit,
         executor=executor,
         wake=wake,
-        processors=frozenset(processors),
+        processors=processors,
         tracer=tracer,
         faults=faults,
     )

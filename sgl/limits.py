@@ -20,14 +20,17 @@ MaxStopRegexS = Annotated[
 MaxCompileS = Annotated[float, Meta(gt=0, le=3600, description="Seconds of compiling one constraint.")]
 MaxCompileBytes = Annotated[int, Meta(ge=1, le=2**40, description="Memory of compiling one constraint.")]
 MaxQueue = Annotated[
-    int, Meta(ge=1, description="Programs waiting for their first step, branches not counted; more are refused.")
+    int,
+    Meta(
+        ge=1, le=2**31 - 1, description="Programs waiting for their first step, branches not counted; more are refused."
+    ),
 ]
 MaxQueueS = Annotated[
     float, Meta(gt=0, le=1e9, description="Seconds that a program waits for its first step at most; then it fails.")
 ]
 
 ENGINE_LIMITS = ("max_stop_regex_s", "max_compile_s", "max_compile_bytes", "max_queue", "max_queue_s")
-"""The others bound what a request may say; its client checks them as the engine does, so they are the same everywhere."""
+"""The others bound what a request may say; clients check them as engines do, so they are the same everywhere."""
 
 
 class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

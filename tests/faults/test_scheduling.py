@@ -54,6 +54,8 @@ def test_row_46_what_can_never_fit_is_refused_at_the_door_and_blocks_nobody(page
     ask(rig, 3, "c" * 49, 16)  # 65 tokens: over by one, or by a part of a page
     ask(rig, 4, "d" * 48, 16)  # fits to the token
     ask(rig, 5, "e" * 5, 5)
+    start(rig, 6, text(0, "f" * 70), Select(id=1, name="pick", choices=("left", "right")))
+    assert "shorten the prompt" in failure(rig, 6).hint, "a select generates nothing that could be shorter"
     steps = rig.run()
     for program, needed in ((2, 80), (3, 65)):
         error = failure(rig, program)
@@ -177,7 +179,8 @@ def test_row_51_the_queue_counts_programs_and_never_refuses_one_that_it_let_in()
         rig.core.step()
     rig.time = 11.0  # branches of programs that have begun wait as long as it takes
     rig.run()
-    assert len(rig.of(1, ValueEvent)) == 9 and rig.of(1, DoneEvent)
+    assert len(rig.of(1, ValueEvent)) == 9
+    assert rig.of(1, DoneEvent)
     assert rig.of(3, DoneEvent)
 
 

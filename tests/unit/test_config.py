@@ -58,6 +58,9 @@ def test_bounds_are_given_at_the_start_like_everything_else() -> None:
     assert resolve(EngineConfig(), SMALL).limits == DEFAULT_LIMITS
     kinds, options = (get_type_hints(kind, include_extras=True) for kind in (Limits, EngineConfig))
     assert all(kinds[name] == options[name] for name in ENGINE_LIMITS), "one type and one text for both"
+    for name, value in (("random_seed", 10**30), ("max_total_tokens", 10**30), ("page_size", 2**40)):
+        with pytest.raises(ConfigError, match=f"^{name} is {value}: Expected"):
+            config_from_mapping({name: value})
     for name, value in (("max_queue", 0), ("max_queue_s", float("inf")), ("max_compile_s", float("nan"))):
         with pytest.raises(ConfigError, match=name):
             config_from_mapping({name: value})

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from sgl.errors import ConfigError
-from sgl.runtime.config import EngineConfig, Facts, ResolvedConfig, resolve
+from sgl.runtime.config import EngineConfig, Facts, ResolvedConfig, config_from_mapping, resolve
 from sgl.runtime.eviction import POLICIES, make_policy, parse_parameters
 from sgl.runtime.radix import RadixNode, RadixTree
 
@@ -197,6 +197,13 @@ def test_the_engine_refuses_them_at_its_start() -> None:
     assert resolved(
         radix_eviction_policy="slru", radix_eviction_policy_config='{"protected_threshold": 4}'
     ).radix_eviction_policy_config == {"protected_threshold": 4}
+    given = config_from_mapping({"radix_eviction_policy_config": {"protected_threshold": 4}})
+    assert given.radix_eviction_policy_config == '{"protected_threshold":4}', "a mapping is taken as its text"
+    for wrong in (3, {"a": object()}):
+        with pytest.raises(
+            ConfigError, match=r"^radix_eviction_policy_config is .*\(give .* a JSON object: a mapping"
+        ):
+            config_from_mapping({"radix_eviction_policy_config": wrong})
     with pytest.raises(ConfigError, match="has no parameter"):
         resolved(radix_eviction_policy="lfu", radix_eviction_policy_config='{"protected_threshold": 4}')
     with pytest.raises(msgspec.ValidationError):

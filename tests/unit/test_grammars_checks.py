@@ -66,6 +66,10 @@ COMPILER = new_compiler()
         ({"exclusiveMinimum": True}, InvalidSchema, "/exclusiveMinimum"),
         ({"maximum": 2**60}, InvalidSchema, "/maximum"),
         ({"minLength": -1}, InvalidSchema, "/minLength"),
+        ({"maxItems": 10**400}, InvalidSchema, "/maxItems"),
+        ({"const": 10**400}, InvalidSchema, "/const"),
+        ({"const": 2**53 + 1}, InvalidSchema, "/const"),  # both backends would write another number
+        ({"properties": {"a": {"enum": [True, {"b": [1, 1e300]}]}}}, InvalidSchema, "/properties/a/enum/1/b/1"),
         ({"multipleOf": 0}, InvalidSchema, "/multipleOf"),
         ({"enum": []}, InvalidSchema, "/enum"),
         ({"anyOf": []}, InvalidSchema, "/anyOf"),

@@ -109,7 +109,8 @@ def test_programs_are_at_the_door_until_a_step_computes_anything_of_them() -> No
     assert queue.oldest_at_door is waiting[2], "it had its first step"
     assert queue.num_at_door == 2
     queue.start(third, 0)
-    assert not queue.is_at_door(third) and queue.num_at_door == 1, "all of its branches are let in"
+    assert not queue.is_at_door(third), "all of its branches are let in"
+    assert queue.num_at_door == 1
 
 
 @pytest.mark.parametrize("policy", ["program", "fcfs", "lof", "random"])

@@ -4,7 +4,7 @@ bias, processors, special tokens, and where defaults come from."""
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -274,6 +274,21 @@ def test_the_number_of_samples_of_a_run_holds_for_its_generations() -> None:
 # --- bias and processors ---
 
 
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"a": 1}, r"has the key 'a'; expected a token id, an integer >= 0 \("),
+        ({5: "x"}, r"of token id 5 is 'x'; expected a finite number >= -100 and <= 100 \("),
+        ({5: 101}, r"of token id 5 is 101; expected"),
+        ([1, 2], r"is \[1, 2\]; expected a mapping of token id to number \(for example logit_bias=\{42: -100\}"),
+    ],
+)
+def test_a_wrong_bias_is_told_with_its_token(given: Any, message: str) -> None:
+    with pytest.raises(InvalidParameter, match=f"^logit_bias {message}") as caught:
+        sampling_from_mapping({"logit_bias": given})
+    assert caught.value.param == "logit_bias"
+
+
 def test_logit_bias_moves_the_draw() -> None:
     best, second = np.argsort(-scripted_logits(IDS))[:2].tolist()
     _, (x,) = run(text(0), gen(1, max_new_tokens=1, logit_bias={str(best): -100}))
@@ -326,7 +341,6 @@ def test_a_processor_changes_its_row_alone() -> None:
         ("short", GenerationError, r"returned \(\d+,\) torch.float32; expected"),
         ("nothing", GenerationError, "returned None"),
         ("nan", InvalidLogits, "returned NaN"),
-        ("disallowed_tokens", GenerationError, "token_ids"),
     ],
 )
 def test_a_processor_that_fails_fails_its_row_alone(name: str, kind: type[SglError], message: str) -> None:
@@ -338,6 +352,40 @@ def test_a_processor_that_fails_fails_its_row_alone(name: str, kind: type[SglErr
     assert type(error) is kind
     with pytest.raises(kind, match=message):
         raise error
+    assert rig.of(2, ValueEvent)[0].value == greedy(PROMPT, 8)
+
+
+class Picky:
+    """Wants a number."""
+
+    def __call__(self, logits: torch.Tensor, output_ids: Sequence[int], params: Any) -> torch.Tensor:
+        return logits + params
+
+    def check(self, params: Any, vocab_size: int) -> None:
+        float(params)
+
+
+@pytest.mark.parametrize(
+    ("name", "params", "message"),
+    [
+        ("disallowed_tokens", None, "custom_params is None; expected"),
+        ("disallowed_tokens", {"token_ids": [10**6]}, "with ids below 512"),
+        ("disallowed_tokens", {"token_ids": "a"}, "with ids below 512"),
+        ("picky", [1], "'picky' refuses custom_params: TypeError"),
+    ],
+)
+def test_parameters_that_a_processor_refuses_fail_at_admission(name: str, params: Any, message: str) -> None:
+    rig = Rig(processors={**PROCESSORS, "picky": Picky()})
+    given = {} if params is None else {"custom_params": params}
+    start(rig, 1, text(0), gen(1, name="fine"), text(2, "!"), gen(3, custom_logit_processor=name, **given))
+    error = SglError.from_info(rig.of(1, FailedEvent)[0].error)
+    assert isinstance(error, InvalidParameter)
+    assert error.param == "custom_params"
+    with pytest.raises(InvalidParameter, match=message):
+        raise error
+    assert rig.run() == 0, "nothing of the program was started"
+    start(rig, 2, text(0), gen(1, custom_logit_processor="picky", custom_params=1))
+    rig.run()
     assert rig.of(2, ValueEvent)[0].value == greedy(PROMPT, 8)
 
 
