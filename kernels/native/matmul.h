@@ -95,19 +95,22 @@ inline void derive_row(Forms forms, const float* x, int64_t row, int64_t cols, c
 }
 
 // Calls `visit(head, tile, x)` for each block of a group of rows of the weights and of rows of activations, from the
-// first column to the last.
+// first column to the last. What lies `ahead` bytes further is fetched meanwhile, unless that is 0.
 template <class Codec, class Visit>
-inline void each_block(const Weight& w, const uint8_t* group, Quantized x, Visit&& visit) {
+inline void each_block(const Weight& w, const uint8_t* group, int64_t ahead, Quantized x, Visit&& visit) {
     for (int64_t b = 0; b < w.blocks(); b += Codec::SUBS) {
         auto head = Codec::head(group);
         group += Codec::HEADER;
-        for (int sub = 0; sub < Codec::SUBS; sub++, group += Codec::TILE, x = x.next(PANEL)) visit(head, group, x);
+        for (int sub = 0; sub < Codec::SUBS; sub++, group += Codec::TILE, x = x.next(PANEL)) {
+            if (ahead) fetch(group + ahead, Codec::TILE);
+            visit(head, group, x);
+        }
     }
 }
 
 // Where registers are few, the offsets of several rows are added up in a loop of their own, which leaves them to the products.
 template <class Codec, int R>
-SGL_OUTLINE inline void block_dots(const Weight& w, const uint8_t* group, const Activations& x, int64_t row, F out[R]) {
+SGL_OUTLINE inline void block_dots(const Weight& w, const uint8_t* group, int64_t ahead, const Activations& x, int64_t row, F out[R]) {
     F acc[R], lows[R];
     for (int r = 0; r < R; r++) acc[r] = zero(), lows[r] = zero();
     Quantized rows = x.bytes.at(row, w.blocks());
@@ -116,22 +119,23 @@ SGL_OUTLINE inline void block_dots(const Weight& w, const uint8_t* group, const 
         for (int r = 0; r < R; r++) lows[r] = fma(low, fill(at.sum[r]), lows[r]);
     };
     constexpr bool at_once = MANY_REGISTERS || R <= 2;
-    each_block<Codec>(w, group, rows, [&](auto& head, const uint8_t* tile, const Quantized& at) {
+    each_block<Codec>(w, group, ahead, rows, [&](auto& head, const uint8_t* tile, const Quantized& at) {
         Codec::template add<R>(head, tile, at, acc);
         if constexpr (Codec::LOWS && at_once) add_offsets(head, tile, at);
     });
-    if constexpr (Codec::LOWS && !at_once) each_block<Codec>(w, group, rows, add_offsets);
+    if constexpr (Codec::LOWS && !at_once) each_block<Codec>(w, group, 0, rows, add_offsets);
     for (int r = 0; r < R; r++) out[r] = sgl::add(acc[r], lows[r]);
 }
 
 template <class Codec, int R, int G>
-SGL_OUTLINE inline void float_dots(const Weight& w, const uint8_t* group, const Activations& x, int64_t row, F out[G * R]) {
+SGL_OUTLINE inline void float_dots(const Weight& w, const uint8_t* group, int64_t ahead, const Activations& x, int64_t row, F out[G * R]) {
     F even[G * R], odd[G * R];
     for (int i = 0; i < G * R; i++) even[i] = zero(), odd[i] = zero();
     int64_t bytes = float_group_bytes<Codec>(w);
     const float* v = x.floats + pairs_at(row, w.cols);
     for (int64_t p = 0; p < w.pairs(); p++, v += 2 * PANEL, group += Codec::TILE) {
         for (int g = 0; g < G; g++) {
+            if (ahead) fetch(group + g * bytes + ahead, Codec::TILE);
             F first, second;
             Codec::load_two(group + g * bytes, first, second);
             for (int r = 0; r < R; r++) {
@@ -144,13 +148,14 @@ SGL_OUTLINE inline void float_dots(const Weight& w, const uint8_t* group, const 
 }
 
 template <int R, int G>
-SGL_OUTLINE inline void pair_dots(const Weight& w, const uint8_t* group, const Activations& x, int64_t row, F out[G * R]) {
+SGL_OUTLINE inline void pair_dots(const Weight& w, const uint8_t* group, int64_t ahead, const Activations& x, int64_t row, F out[G * R]) {
     F acc[G * R];
     for (int i = 0; i < G * R; i++) acc[i] = zero();
     int64_t bytes = float_group_bytes<BFloat16>(w);
     const uint16_t* v = x.halves + pairs_at(row, w.cols);
     for (int64_t p = 0; p < w.pairs(); p++, v += 2 * PANEL, group += BFloat16::TILE) {
         for (int g = 0; g < G; g++) {
+            if (ahead) fetch(group + g * bytes + ahead, BFloat16::TILE);
             Bytes two = load_bytes(group + g * bytes);
             for (int r = 0; r < R; r++) acc[g * R + r] = dot_pairs(acc[g * R + r], two, v + 2 * r);
         }
@@ -184,14 +189,18 @@ inline void write_lanes(const Weight& w, int64_t group, const Target& to, int64_
 // Groups of floating-point weights that are computed together, so that enough sums are under way.
 constexpr int groups_together(int rows) { return MANY_REGISTERS && rows > 2 ? 2 : rows == 1 ? 4 : rows == 2 ? 2 : 1; }
 
+// Groups begin .. end of the weights with R rows from `row` on. While a group is computed, memory brings the next one;
+// behind the last one that is the group `far` bytes further.
 template <int R>
-SGL_OUTLINE inline void dots(const Weight& w, int64_t begin, int64_t end, const Activations& x, int64_t row, const Target& to) {
+SGL_OUTLINE inline void dots(const Weight& w, int64_t begin, int64_t end, bool fetching, int64_t far, const Activations& x,
+                             int64_t row, const Target& to) {
     constexpr int G = groups_together(R);
     int64_t bytes = group_bytes(w);
+    auto ahead = [&](int64_t g, int64_t count) { return !fetching ? 0 : g + count < end ? count * bytes : count * bytes + far; };
     with_block_codec(w.type, [&](auto codec) {
         for (int64_t g = begin; g < end; g++) {
             F out[R];
-            block_dots<decltype(codec), R>(w, w.data + g * bytes, x, row, out);
+            block_dots<decltype(codec), R>(w, w.data + g * bytes, ahead(g, 1), x, row, out);
             for (int r = 0; r < R; r++) write_lanes(w, g, to, row + r, out[r]);
         }
     });
@@ -201,9 +210,9 @@ SGL_OUTLINE inline void dots(const Weight& w, int64_t begin, int64_t end, const 
             constexpr int N = decltype(together)::value;
             F out[N * R];
             if (BF16_DOT && w.type == BF16) {
-                pair_dots<R, N>(w, w.data + g * bytes, x, row, out);
+                pair_dots<R, N>(w, w.data + g * bytes, ahead(g, N), x, row, out);
             } else {
-                float_dots<C, R, N>(w, w.data + g * bytes, x, row, out);
+                float_dots<C, R, N>(w, w.data + g * bytes, ahead(g, N), x, row, out);
             }
             for (int i = 0; i < N * R; i++) write_lanes(w, g + i / R, to, row + i % R, out[i]);
         };
@@ -216,12 +225,20 @@ SGL_OUTLINE inline void dots(const Weight& w, int64_t begin, int64_t end, const 
 // Groups that one member takes at a time.
 constexpr int64_t CHUNK = 4;
 
-SGL_OUTLINE inline void multiply_chunk(const Weight& w, int64_t chunk, const Target& to, const Activations& x) {
+// The first pass over the rows brings the weights from memory, the others find them in the cache. Of a team of `members`
+// in step, this one's next chunk lies behind one chunk of each of the others.
+SGL_OUTLINE inline void multiply_chunk(const Weight& w, int64_t chunk, int members, const Target& to, const Activations& x) {
     int64_t begin = chunk * CHUNK, end = std::min(begin + CHUNK, w.groups()), row = 0;
-    for (; row + PANEL <= x.rows; row += PANEL) dots<PANEL>(w, begin, end, x, row, to);
-    if (PANEL > 4 && row + 4 <= x.rows) dots<4>(w, begin, end, x, row, to), row += 4;
-    if (row + 2 <= x.rows) dots<2>(w, begin, end, x, row, to), row += 2;
-    if (row < x.rows) dots<1>(w, begin, end, x, row, to);
+    int64_t far = (members - 1) * CHUNK * group_bytes(w);
+    auto pass = [&](auto rows) {
+        constexpr int R = decltype(rows)::value;
+        dots<R>(w, begin, end, row == 0, far, x, row, to);
+        row += R;
+    };
+    while (row + PANEL <= x.rows) pass(std::integral_constant<int, PANEL>());
+    if (PANEL > 4 && row + 4 <= x.rows) pass(std::integral_constant<int, 4>());
+    if (row + 2 <= x.rows) pass(std::integral_constant<int, 2>());
+    if (row < x.rows) pass(std::integral_constant<int, 1>());
 }
 
 // Products of one input with several matrices, and `then`. Called by all members of the team.
@@ -235,7 +252,7 @@ inline void multiply(Team& team, const Weight* const* weights, const Target* tar
         [&](int64_t index) {
             int i = 0;
             for (int64_t n; index >= (n = (weights[i]->groups() + CHUNK - 1) / CHUNK); i++) index -= n;
-            multiply_chunk(*weights[i], index, targets[i], x);
+            multiply_chunk(*weights[i], index, team.size(), targets[i], x);
         },
         then);
 }
