@@ -1,17 +1,21 @@
 """Times at which something has to be looked at, with as little work as possible while nothing is due.
 
-Owns (number, time) pairs. The engine core keeps one for each program that has a deadline or a lease. A time may be too
-early, never too late: who looks finds out what holds now and sets the next one.
+Owns (key, time) pairs. The engine core keeps one for each program that has a deadline or a lease, an engine one for
+each session with a lease. A time may be too early, never too late: who looks finds out what holds now and sets the next
+one.
 """
 
 from __future__ import annotations
 
 import heapq
 import math
+from typing import Generic, TypeVar
+
+Key = TypeVar("Key", int, str)
 
 
-class Alarms:
-    """One time per number.
+class Alarms(Generic[Key]):
+    """One time per key: the number of a program, the id of a session.
 
     Example:
         >>> alarms = Alarms()
@@ -22,30 +26,30 @@ class Alarms:
     """
 
     def __init__(self) -> None:
-        self._times: dict[int, float] = {}
-        self._heap: list[tuple[float, int]] = []  # an entry that is not in `_times` is void
+        self._times: dict[Key, float] = {}
+        self._heap: list[tuple[float, Key]] = []  # an entry that is not in `_times` is void
 
-    def set(self, number: int, time: float | None) -> None:
-        """Look at `number` at `time`, or when it was to be looked at already if that is earlier. `None` is never."""
-        if time is None or self._times.get(number, math.inf) <= time:
+    def set(self, key: Key, time: float | None) -> None:
+        """Look at `key` at `time`, or when it was to be looked at already if that is earlier. `None` is never."""
+        if time is None or self._times.get(key, math.inf) <= time:
             return
-        self._times[number] = time
-        heapq.heappush(self._heap, (time, number))
+        self._times[key] = time
+        heapq.heappush(self._heap, (time, key))
         if len(self._heap) > 2 * len(self._times) + 64:
-            self._heap = [(time, number) for number, time in self._times.items()]
+            self._heap = [(time, key) for key, time in self._times.items()]
             heapq.heapify(self._heap)
 
-    def drop(self, number: int) -> None:
+    def drop(self, key: Key) -> None:
         """There is nothing to look at any more."""
-        self._times.pop(number, None)
+        self._times.pop(key, None)
 
-    def due(self, now: float) -> list[int]:
-        """The numbers whose time has come, earliest first; they have none from now on."""
+    def due(self, now: float) -> list[Key]:
+        """The keys whose time has come, earliest first; they have none from now on."""
         found = []
         while self.next() <= now:
-            _, number = heapq.heappop(self._heap)
-            del self._times[number]
-            found.append(number)
+            _, key = heapq.heappop(self._heap)
+            del self._times[key]
+            found.append(key)
         return found
 
     def next(self) -> float:

@@ -117,7 +117,7 @@ class EngineCore:
         self._executor = executor
         self._wake = wake
         self._programs: dict[int, ProgramRun] = {}
-        self._alarms = Alarms()
+        self._alarms: Alarms[int] = Alarms()
         self._watchers: dict[int, ProgramRun] = {}
         self._done_jobs: deque[tuple[Future[Any], Callable[[Any, SglError | None], None]]] = deque()
         self._failed_steps = 0

@@ -15,13 +15,12 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from functools import partial
 from typing import Any
 
 import msgspec
 
 from sgl.environment import unknown_variables, with_environment
-from sgl.errors import EngineDead, InvalidParameter, SglError, Unsupported
+from sgl.errors import EngineDead, InvalidParameter, SglError, StateLost, Unsupported
 from sgl.lang.graph import LONGEST_S, Graph, ProgramOptions, StateText, check_number, sampling_from_mapping
 from sgl.runtime import offline
 from sgl.runtime.client import EventSink, Health, WorkerClient
@@ -30,7 +29,7 @@ from sgl.runtime.loading.sources import check_model
 from sgl.runtime.messages import Cancel, FlushCache, GetStats, Override, ReadState, Submit
 from sgl.runtime.pinned import PinnedPrefix, pin
 from sgl.runtime.rendering import ModelRenderer, model_renderer
-from sgl.runtime.sessions import DEFAULT_TTL_S, Session, turn_of
+from sgl.runtime.sessions import DEFAULT_TTL_S, Session, SessionTable, turn_of
 
 log = logging.getLogger("sgl.engine")
 
@@ -65,7 +64,7 @@ class Engine:
         check_model(self.config.model_path, load_format=self.config.load_format, revision=self.config.revision)
         progress = _progress_display()
         self._client = WorkerClient(msgspec.to_builtins(self.config), progress)
-        self._sessions: dict[str, Session] = {}
+        self._sessions = SessionTable()
         if progress is not None:
             with suppress(OSError):  # the terminal is gone; the engine is not
                 progress("")
@@ -125,35 +124,38 @@ class Engine:
                 stays in the cache while there is room.
             cache_salt: as for `generate`, of all its turns.
 
+        A session that nobody closes ends `state_lease` seconds after its last turn, where the engine has one: a later
+        turn raises `StateLost`.
+
         Raises:
             InvalidParameter: a wrong value, or the id of a session that is open.
         """
         id = uuid.uuid4().hex if session_id is None else session_id
         if not isinstance(id, str):
             raise InvalidParameter(f"session_id is {id!r}; expected a string", param="session_id")
-        forget = partial(self._sessions.pop, id, None)
-        session = Session(self, self._client, id, ttl_s, cache_salt, on_close=forget)
-        if self._sessions.setdefault(id, session) is not session:
-            raise InvalidParameter(
-                f"session {id!r} is open already", hint="close it first, or choose another id", param="session_id"
-            )
+        lease = self.config.state_lease
+        session = Session(self, self._client, id, ttl_s, cache_salt, lease_s=lease, on_close=self._sessions.remove)
+        self._sessions.add(session)
         return session
 
     def close_session(self, session: Session | str) -> None:
         """End a conversation (see `Session.close`). Unknown and closed ones are no error."""
-        found = self._sessions.get(session) if isinstance(session, str) else session
-        if found is not None:
-            found.close()
+        if isinstance(session, str):
+            with suppress(StateLost):  # its lease ended it already
+                if (found := self._sessions.find(session)) is not None:
+                    found.close()
+        else:
+            session.close()
 
     def _session_of(self, session: Session | str) -> Session:
+        self._sessions.expire()
         if isinstance(session, Session):
             if session.engine is not self:
                 raise InvalidParameter(
                     f"session {session.id!r} is another engine's", hint="ask the engine that opened it", param="session"
                 )
             return session
-        found = self._sessions.get(session) if isinstance(session, str) else None
-        if found is None:
+        if (found := self._sessions.find(session)) is None:
             raise InvalidParameter(f"no session {session!r} is open", hint="open_session makes one", param="session")
         return found
 
@@ -344,7 +346,7 @@ class Engine:
 
 
 class EngineSession:
-    """One program on an engine (see `sgl.lang.backend.Session`)."""
+    """One program on an engine (see `sgl.lang.backend.Session`); not a conversation, which is `sessions.Session`."""
 
     def __init__(self, client: WorkerClient, sink: EventSink, options: ProgramOptions) -> None:
         self._client = client

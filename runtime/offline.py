@@ -47,8 +47,8 @@ Prompt = str | Sequence[int]
 Output = dict[str, Any]
 
 
-class Session(Protocol):
-    """A program on the engine."""
+class OpenProgram(Protocol):
+    """A program under way on the engine: `EngineSession`."""
 
     def submit(self, graph: Graph, *, finish: bool = False) -> None:
         """Execute it."""
@@ -63,7 +63,7 @@ class Session(Protocol):
 class Opener(Protocol):
     """The engine, as far as this module knows it."""
 
-    def open(self, sink: Callable[[Event], None], options: ProgramOptions) -> Session:
+    def open(self, sink: Callable[[Event], None], options: ProgramOptions) -> OpenProgram:
         """Start a program."""
 
 
@@ -252,7 +252,7 @@ class Run:
         self.call = call
         self.samples = [Sample(index + i) for i in range(call.sampling.n)]
         self.result: Future[list[Output]] = Future()
-        self.session: Session | None = None
+        self.session: OpenProgram | None = None
         self._options = options
         self._started = 0.0
         self._by_node: dict[int, Sample] = {}
@@ -269,7 +269,7 @@ class Run:
         self.session = engine.open(self._on_event, self._options)
         self._submit(self.session, graph)
 
-    def _submit(self, session: Session, graph: Graph) -> None:
+    def _submit(self, session: OpenProgram, graph: Graph) -> None:
         session.submit(graph, finish=True)
 
     def cancel(self) -> None:

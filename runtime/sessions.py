@@ -1,10 +1,17 @@
 """Conversations whose keys and values stay computed between their turns.
 
+A `Session` here is what `Engine.open_session` gives a user. What a backend of the language calls a session is one
+program under way (`sgl.lang.backend.Session`, on an engine `EngineSession`): each turn is one of those.
+
 Owns what a session knows: the token ids of the conversation so far, and the pin that keeps them in the cache. The ids
 are the truth and stand here, in the client: a turn sends them as ids, in front of its own prompt, so nothing is encoded
 twice, a turn that fails or is cancelled leaves the session as it was, and a cache that lost the pages (a lease that ran
 out, a step that failed) costs a prefill and never an answer. `Engine` makes sessions and looks them up by id; a turn is
 a program like any other (`sgl.runtime.offline`), and what it appended is read from its state before it ends.
+
+A session that nobody goes on with ends by the lease that program states have: `state_lease` seconds after its last turn
+(never by default) its ids and its pin are let go, and the next turn raises `StateLost`. `SessionTable` looks for such
+sessions whenever one is opened or asked for.
 
 What a session holds is bounded twice: its pin counts against the budget of all pins (`max_pinned_tokens`), and lasts
 `ttl_s` seconds from the last turn. A turn that the budget has no room for is answered all the same; what it added is
@@ -14,15 +21,18 @@ ordinary cache then, which `num_pinned` shows.
 from __future__ import annotations
 
 import threading
+import time
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from sgl.errors import InvalidParameter
+from sgl.errors import InvalidParameter, StateLost
 from sgl.lang.graph import MAIN_BRANCH, DoneEvent, Event, FailedEvent, Graph, Mark, ProgramOptions, StateText
 from sgl.runtime import offline
+from sgl.runtime.alarms import Alarms
 from sgl.runtime.client import WorkerClient
 from sgl.runtime.pinned import PinnedPrefix, check_pin, request_pin
 
@@ -30,6 +40,11 @@ if TYPE_CHECKING:
     from sgl.runtime.engine import Engine
 
 DEFAULT_TTL_S = 600.0
+
+_LOST_IDS = 1024
+"""Sessions of which it is remembered that their lease ran out; the id of one before them is as good as unknown."""
+
+now = time.monotonic
 
 
 class Session:
@@ -42,7 +57,8 @@ class Session:
         id: names it in `generate(session=...)` and `close_session`.
         ttl_s: seconds after a turn for which its keys and values are kept; `None` keeps them until the session closes.
         cache_salt: of all its turns.
-        on_close: called once.
+        lease_s: seconds after its last turn for which it can be gone on with; `None` is until it is closed.
+        on_close: called with the session, once.
 
     Raises:
         InvalidParameter: `ttl_s` or `cache_salt`.
@@ -65,7 +81,8 @@ class Session:
         ttl_s: float | None,
         cache_salt: str,
         *,
-        on_close: Callable[[], object],
+        lease_s: float | None = None,
+        on_close: Callable[[Session], object],
     ) -> None:
         check_pin(ttl_s, cache_salt)
         self.id = id
@@ -80,6 +97,9 @@ class Session:
         self._asked: Future[PinnedPrefix] | None = None
         self._pin: PinnedPrefix | None = None
         self._closed = False
+        self._lost = False
+        self._lease_s = lease_s
+        self._idle_since = now()
 
     def generate(
         self, prompt: str | None = None, sampling_params: Mapping[str, Any] | None = None, **options: Any
@@ -128,7 +148,7 @@ class Session:
             turn.cancel()
         if pin is not None:
             pin.unpin()
-        self._on_close()
+        self._on_close(self)
 
     def __enter__(self) -> Session:
         return self
@@ -136,15 +156,40 @@ class Session:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
+    # --- called by the table of sessions ---
+
+    @property
+    def expires_at(self) -> float | None:
+        """When its lease ends, if nothing happens before; with a turn under way, if that ended now. `None` is never."""
+        if self._lease_s is None:
+            return None
+        return (now() if self._turn is not None else self._idle_since) + self._lease_s
+
+    def expire(self) -> bool:
+        """Let everything go if the lease has run out; whether it has."""
+        with self._lock:
+            ends = self.expires_at
+            if self._closed or self._turn is not None or ends is None or now() < ends:
+                return False
+            self._closed = self._lost = True
+            self._token_ids = ()
+            pin, self._pin = self._pin, None
+        if pin is not None:
+            pin.unpin()
+        return True
+
     # --- called by its turns ---
 
     def begin(self, turn: Turn) -> tuple[int, ...]:
         """A turn is about to start; the ids that stand before its prompt.
 
         Raises:
+            StateLost: its lease ran out.
             InvalidParameter: the session is closed, or another turn has not ended.
         """
         with self._lock:
+            if self._lost:
+                raise _lost(self.id)
             if self._closed:
                 raise InvalidParameter(f"session {self.id!r} is closed", hint="open another one", param="session")
             if self._turn is not None:
@@ -160,6 +205,7 @@ class Session:
         """The turn ended, with this conversation; without one it failed, and nothing has changed."""
         with self._lock:
             self._turn = None
+            self._idle_since = now()
             if token_ids is None or self._closed:
                 return
             self._token_ids = token_ids
@@ -180,6 +226,76 @@ class Session:
                 self._pin, spare = pin, self._pin
         if spare is not None:
             spare.unpin()
+
+
+class SessionTable:
+    """The open sessions of an engine, by id."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._sessions: dict[str, Session] = {}
+        self._alarms: Alarms[str] = Alarms()
+        self._lost_ids: OrderedDict[str, None] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    def add(self, session: Session) -> None:
+        """A session was opened.
+
+        Raises:
+            InvalidParameter: one with its id is open.
+        """
+        self.expire()
+        with self._lock:
+            if self._sessions.setdefault(session.id, session) is not session:
+                raise InvalidParameter(
+                    f"session {session.id!r} is open already",
+                    hint="close it first, or choose another id",
+                    param="session_id",
+                )
+            self._lost_ids.pop(session.id, None)
+            self._alarms.set(session.id, session.expires_at)
+
+    def find(self, id: object) -> Session | None:
+        """The open session of that id.
+
+        Raises:
+            StateLost: its lease ran out, not too long ago.
+        """
+        self.expire()
+        if not isinstance(id, str):
+            return None
+        if id in self._lost_ids:
+            raise _lost(id)
+        return self._sessions.get(id)
+
+    def remove(self, session: Session) -> None:
+        """A session was closed."""
+        with self._lock:
+            if self._sessions.get(session.id) is session:
+                del self._sessions[session.id]
+                self._alarms.drop(session.id)
+
+    def expire(self) -> None:
+        """Let go of the sessions whose lease has run out."""
+        with self._lock:
+            for id in self._alarms.due(now()):
+                session = self._sessions[id]
+                if not session.expire():
+                    self._alarms.set(id, session.expires_at)
+                    continue
+                del self._sessions[id]
+                self._lost_ids[id] = None
+                if len(self._lost_ids) > _LOST_IDS:
+                    self._lost_ids.popitem(last=False)
+
+
+def _lost(id: str) -> StateLost:
+    return StateLost(
+        f"session {id!r} waited longer than its lease for its next turn",
+        hint="open another one with the conversation so far as its first prompt, or raise state_lease",
+    )
 
 
 class Turn(offline.Run):
@@ -203,11 +319,11 @@ class Turn(offline.Run):
             self._conversation.end(None)
             raise
 
-    def _submit(self, session: offline.Session, graph: Graph) -> None:
+    def _submit(self, program: offline.OpenProgram, graph: Graph) -> None:
         """Ask for the state behind the output before the program ends; nobody waits for it in between."""
-        session.submit(Graph(nodes=(*graph.nodes, Mark(id=len(graph.nodes), label="turn"))))
-        self._state = session.read_state(MAIN_BRANCH)
-        session.submit(Graph(nodes=()), finish=True)
+        program.submit(Graph(nodes=(*graph.nodes, Mark(id=len(graph.nodes), label="turn"))))
+        self._state = program.read_state(MAIN_BRANCH)
+        program.submit(Graph(nodes=()), finish=True)
 
     def _on_event(self, event: Event) -> None:
         if isinstance(event, FailedEvent):

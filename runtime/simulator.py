@@ -27,7 +27,7 @@ from sgl.grammars.matcher import Bitmask, bitmask_to_bool
 from sgl.lang.graph import DeltaEvent, DoneEvent, Event, FailedEvent, Graph, HandlesEvent, ProgramOptions, ValueEvent
 from sgl.runtime.config import ResolvedConfig
 from sgl.runtime.core import EngineCore
-from sgl.runtime.messages import Submit, ToWorker
+from sgl.runtime.messages import Hello, Submit, ToWorker
 from sgl.runtime.plan import RowResult, SampleSpec, StepPlan, StepResult
 from sgl.runtime.stats import Stats
 from sgl.runtime.text.tokenizer import Tokenizer
@@ -151,10 +151,10 @@ class SimulationResult(msgspec.Struct, frozen=True, kw_only=True):
     makespan_s: float
     busy_share: float
 
-    def latency_s(self, quantile: float) -> float:
-        """Quantile of arrival to end over the programs that ended; NaN when none did."""
+    def latency_s(self, quantile: float) -> float | None:
+        """Quantile of arrival to end over the programs that ended; `None` when none did."""
         spans = [times.end_s - times.arrival_s for times in self.programs if times.end_s is not None]
-        return float(np.quantile(spans, quantile)) if spans else float("nan")
+        return float(np.quantile(spans, quantile)) if spans else None
 
 
 class Simulation:
@@ -189,9 +189,7 @@ class Simulation:
     ) -> None:
         tokenizer = tokenizer or Tokenizer.toy()
         self.model = SimulatedModel(latency or LatencyModel(), tokenizer, output_len)
-        self.core = EngineCore(
-            config, tokenizer, self.model, self.model, emit=self._on_event, clock=self.model.clock
-        )
+        self.core = EngineCore(config, tokenizer, self.model, self.model, emit=self._on_event, clock=self.model.clock)
         self._times: dict[int, ProgramTimes] = {}
         self._fragments: dict[int, deque[Graph]] = {}
         self._idle: list[int] = []
@@ -238,34 +236,59 @@ class Simulation:
                 pass
 
 
-def load_log(path: str | Path) -> list[SimulatedProgram]:
+class RecordedLoad(msgspec.Struct, frozen=True, kw_only=True):
+    """What a `message_log` holds: the programs, and the fields of `EngineConfig` that their engine was given; those of
+    the last one where several wrote to the file."""
+
+    programs: tuple[SimulatedProgram, ...]
+    fields: dict[str, Any]
+
+
+_NOT_SIMULATED = ("message_log", "trace_file", "fault_points", "log_level", "watchdog_timeout")
+
+
+def load_log(path: str | Path) -> RecordedLoad:
     """The programs in a `message_log`, all arriving at time 0.
 
     Raises:
-        ConfigError: it cannot be read, or a line is no message.
+        ConfigError: it cannot be read, a line is no message, or it has no program.
     """
     decoder = msgspec.json.Decoder(ToWorker)
-    opened: dict[int, ProgramOptions] = {}
-    fragments: dict[int, list[Graph]] = {}
+    opened: dict[tuple[int, int], ProgramOptions] = {}
+    fragments: dict[tuple[int, int], list[Graph]] = {}
+    engines: list[dict[str, Any]] = []
     try:
         with Path(path).open("rb") as lines:
             for line in lines:
                 message = decoder.decode(line)
-                if isinstance(message, Submit):
+                if isinstance(message, Hello):
+                    engines.append(message.config)
+                elif isinstance(message, Submit):
+                    program = (len(engines), message.program)  # each engine counts its own from the beginning
                     if message.open is not None:
-                        opened[message.program] = message.open
+                        opened[program] = message.open
                     graph = msgspec.structs.replace(message.graph, handles=())
-                    fragments.setdefault(message.program, []).append(graph)
+                    fragments.setdefault(program, []).append(graph)
     except (OSError, msgspec.MsgspecError) as error:
         raise ConfigError(
             f"message log {str(path)!r} cannot be read: {error}",
             hint="give a file that an engine wrote as its message_log",
             param="log",
         ) from None
-    return [
-        SimulatedProgram(fragments=tuple(graphs), options=opened.get(number, ProgramOptions()))
-        for number, graphs in fragments.items()
-    ]
+    if not fragments:
+        raise ConfigError(
+            f"message log {str(path)!r} has no program in it",
+            hint="run programs on an engine with this message_log first",
+            param="log",
+        )
+    given = engines[-1] if engines else {}
+    return RecordedLoad(
+        programs=tuple(
+            SimulatedProgram(fragments=tuple(graphs), options=opened.get(program, ProgramOptions()))
+            for program, graphs in fragments.items()
+        ),
+        fields={name: value for name, value in given.items() if name not in _NOT_SIMULATED},
+    )
 
 
 def poisson(programs: Sequence[SimulatedProgram], rate: float, seed: int = 0) -> list[SimulatedProgram]:

@@ -62,6 +62,7 @@ from sgl.runtime.messages import (
     StatsReply,
     Submit,
     ToClient,
+    ToWorker,
     Unpin,
     pack,
     unpack_to_worker,
@@ -112,7 +113,7 @@ class Worker:
             raise InternalError(f"the client does not speak protocol {PROTOCOL}")
         config = config_from_mapping(hello.config)
         self._watchdog = Watchdog(config.watchdog_timeout, self._stacks)
-        self._core, info = self._start(config)
+        self._core, info = self._start(config, hello)
         self._send(Ready(epoch=self._core.epoch, info=info))
         while True:
             if self._core.has_work:
@@ -129,10 +130,11 @@ class Worker:
             self._core.step()
             self._flush_events()
 
-    def _start(self, config: EngineConfig) -> tuple[EngineCore, dict[str, Any]]:
+    def _start(self, config: EngineConfig, hello: Hello) -> tuple[EngineCore, dict[str, Any]]:
         if config.message_log is not None:
             self._message_log = _open_log(config.message_log)
         self._logs = forward_worker_logs(config.log_level, self._on_log)
+        self._note(hello)
         # What is loaded stays: searching it for garbage takes a tenth of the start, and would take time of later steps.
         gc.disable()
         core, info = build_core(
@@ -146,6 +148,16 @@ class Worker:
         gc.enable()
         self._settings = Settings(config=core.config, limits=core.limits, log_level=config.log_level)
         return core, info
+
+    def _note(self, message: ToWorker) -> None:
+        """Append a message to the `message_log`, which begins with the engine's configuration."""
+        if self._message_log is None:
+            return
+        try:
+            self._message_log.write(msgspec.json.encode(message) + b"\n")
+        except OSError as error:
+            log.warning("message_log is switched off: %s", error)
+            self._message_log = None
 
     def _on_log(self) -> None:
         """A record came in. The socket belongs to the main thread."""
@@ -173,12 +185,7 @@ class Worker:
         except InternalError as error:
             log.error("a frame of %d bytes is refused: %s", len(frame), error.message)
             return True
-        if self._message_log is not None:
-            try:
-                self._message_log.write(msgspec.json.encode(message) + b"\n")
-            except OSError as error:
-                log.warning("message_log is switched off: %s", error)
-                self._message_log = None
+        self._note(message)
         match message:
             case Submit():
                 if message.open is not None:
@@ -226,6 +233,7 @@ class Worker:
                 self._flush_events()
                 if core.tracer is not None:
                     core.tracer.close()
+                    self._flush_logs()
                 return False
             case Refused():
                 self._refuse(message)

@@ -2,7 +2,8 @@
 
 Owns the comparison: the programs of a `message_log` go through the simulator once per variant. Counters are those of
 the real scheduler, tree and pool; seconds are the latency model's, fitted to a `trace_file` of the same machine when
-one is given. Loads the model's tokenizer, never its weights.
+one is given. Model and options are those of the engine that wrote the log, unless others are given. Loads the model's
+tokenizer, never its weights.
 """
 
 from __future__ import annotations
@@ -24,14 +25,15 @@ from sgl.runtime.text.tokenizer import Tokenizer
 
 
 class Variant(msgspec.Struct, frozen=True, kw_only=True):
-    """One row: the fields that it sets, and what they led to. Seconds are virtual, tokens are counted."""
+    """One row: the fields that it sets, and what they led to. Seconds are virtual, tokens are counted; latencies are of
+    the programs that ended, `None` when none did."""
 
     fields: dict[str, Any]
     programs: int
     failed: int
     makespan_s: float
-    latency_p50_s: float
-    latency_p99_s: float
+    latency_p50_s: float | None
+    latency_p99_s: float | None
     busy_share: float
     prompt_tokens: int
     cached_tokens: int
@@ -42,9 +44,10 @@ class Variant(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """The model whose tokenizer was used, the latency model, and a row per variant."""
+    """The model whose tokenizer was used, the fields of every variant, the latency model, and a row per variant."""
 
     model: str
+    engine: dict[str, Any]
     latency: LatencyModel
     variants: tuple[Variant, ...]
 
@@ -88,7 +91,7 @@ def run(
     """Simulate the programs in `log`.
 
     Args:
-        fields: of `EngineConfig`, for every variant.
+        fields: of `EngineConfig`, for every variant, over those that the log was written with.
         vary: `FIELD=V1,V2,...`; every combination is a variant.
         trace: a `trace_file` to fit the latency model to.
         rate: programs that arrive per second, at random; all at once without it.
@@ -96,7 +99,9 @@ def run(
     Raises:
         ConfigError: a file cannot be read, or a field has a wrong value.
     """
-    programs: Sequence[SimulatedProgram] = load_log(log)
+    recorded = load_log(log)
+    programs: Sequence[SimulatedProgram] = recorded.programs
+    fields = {**recorded.fields, **fields}
     if rate is not None:
         programs = poisson(programs, rate, seed)
     latency = LatencyModel.from_trace(trace) if trace is not None else LatencyModel()
@@ -128,4 +133,4 @@ def run(
                 retractions=stats.retractions,
             )
         )
-    return Report(model=source.name, latency=latency, variants=tuple(rows))
+    return Report(model=source.name, engine=fields, latency=latency, variants=tuple(rows))

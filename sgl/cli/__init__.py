@@ -7,7 +7,9 @@ once. Exit status: 0, 1 for a failure (one message, no traceback), 2 for a wrong
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Annotated, Any
 
 import msgspec
@@ -20,6 +22,7 @@ from sgl.cli.console import FAILED, Json, bytes_text, download_bar, guarded, say
 from sgl.cli.explain import explain
 from sgl.cli.options import engine_options
 from sgl.environment import export
+from sgl.errors import SglError
 from sgl.runtime.config import EngineConfig, config_from_mapping
 from sgl.runtime.loading.sources import KNOWN_MODELS, CachedModel, cache_folder, cached_models, locate
 
@@ -99,14 +102,39 @@ def trace(
 ) -> None:
     """Run a program and write the timeline of its engine's steps, for ui.perfetto.dev or chrome://tracing."""
     from sgl.cli.program import check_file, run_file
+    from sgl.runtime.client import close_all
 
     path = check_file(file)
     config_from_mapping(engine)
     timeline = engine.get("trace_file") or output
     export({**engine, "trace_file": timeline})
-    status = run_file(path, args or [])
+    with _lost_traces() as lost:
+        status = run_file(path, args or [])
+        close_all()  # what is buffered is written now
+    if lost:
+        raise SglError(
+            f"the timeline in {timeline} is not whole: {lost[0]}",
+            hint="the program itself has run; name a file that can be written, on a disk with room",
+        )
     say(f"timeline: {timeline} (open it in ui.perfetto.dev)")
     raise typer.Exit(status)
+
+
+@contextmanager
+def _lost_traces() -> Iterator[list[str]]:
+    """Why engines gave up their timelines meanwhile: an engine only warns, since its work does not depend on it."""
+
+    class Listener(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lost.append(record.getMessage())
+
+    lost: list[str] = []
+    listener, logger = Listener(logging.WARNING), logging.getLogger("sgl.trace")
+    logger.addHandler(listener)
+    try:
+        yield lost
+    finally:
+        logger.removeHandler(listener)
 
 
 app.command(context_settings={"allow_interspersed_args": False, "ignore_unknown_options": False})(explain)

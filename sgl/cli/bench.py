@@ -13,7 +13,7 @@ import msgspec
 import typer
 
 from sgl.cli.console import Json, download_bar, guarded, say, show_json, show_table
-from sgl.cli.options import engine_options
+from sgl.cli.options import engine_options, flag_of
 from sgl.errors import ConfigError
 from sgl.runtime.config import config_from_mapping
 from sgl.runtime.loading.sources import locate
@@ -223,22 +223,26 @@ def simulate(
     seed: Annotated[int, typer.Option(help="Of the arrivals.")] = 0,
     engine: dict[str, Any],
 ) -> None:
-    """What a recorded load would have cost under other settings: the real scheduler on virtual time."""
+    """What a recorded load would have cost under other settings: the real scheduler on virtual time.
+
+    Model and options are those of the engine that wrote LOG; what is given here comes before them.
+    """
     from sgl.bench.simulate import run as compare
 
     report = compare(log, engine, vary=vary or (), trace=trace, rate=rate, seed=seed)
     if as_json:
         show_json(report)
         return
-    say(f"model {report.model}, {report.latency}")
+    options = " ".join(f"{flag_of(name)} {value}" for name, value in report.engine.items())
+    say(f"model {report.model}, {options or 'no options'}")
+    say(f"{report.latency}")
     show_table(
         ("VARIANT", "MAKESPAN", "P50", "P99", "BUSY", "PROMPT", "CACHED", "DECODED", "FORWARDS", "RETRACTED", "FAILED"),
         [
             (
                 " ".join(f"{name}={value}" for name, value in row.fields.items()) or "as given",
                 f"{row.makespan_s:.3g} s",
-                f"{row.latency_p50_s:.3g} s",
-                f"{row.latency_p99_s:.3g} s",
+                *("-" if s is None else f"{s:.3g} s" for s in (row.latency_p50_s, row.latency_p99_s)),
                 f"{row.busy_share:.0%}",
                 str(row.prompt_tokens),
                 f"{row.cached_tokens / max(1, row.prompt_tokens):.1%}",

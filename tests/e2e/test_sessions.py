@@ -6,10 +6,12 @@ import asyncio
 from collections.abc import Iterator
 from typing import Any, cast
 
+import msgspec
 import pytest
 
 import sgl
-from sgl.errors import InvalidParameter, PromptTooLong
+from sgl.errors import InvalidParameter, PromptTooLong, StateLost
+from sgl.runtime import sessions
 from sgl.runtime.engine import Engine
 from sgl.runtime.sessions import Session
 
@@ -101,6 +103,42 @@ def test_a_turn_that_fails_leaves_the_session_as_it_was(dummy_engine: Engine, se
     assert session.token_ids[: len(known) + 5] == (*known, *b"after")
 
 
+def test_a_session_that_nobody_goes_on_with_ends_by_the_lease_of_states(
+    dummy_engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    time = 0.0
+    monkeypatch.setattr(sessions, "now", lambda: time)
+    monkeypatch.setattr(dummy_engine, "config", msgspec.structs.replace(dummy_engine.config, state_lease=10.0))
+    kept, left, closed = (dummy_engine.open_session(id) for id in ("kept", "left", "closed"))
+    left.generate("a", GREEDY)
+    closed.close()
+    time = 8.0
+    kept.generate("a", GREEDY)
+    stream = left.generate("b", GREEDY, stream=True)
+    next(stream)
+    time = 11.0
+    dummy_engine.open_session("another").close()
+    assert kept.num_tokens == 13, "its last turn was three seconds ago"
+    list(stream)  # a turn that is under way is no rest
+    assert left.num_tokens == 26
+    time = 19.0
+    assert dummy_engine.open_session("another").id == "another"
+    assert (kept.num_tokens, kept.num_pinned) == (0, 0), "what it knew is let go"
+    for session in ("kept", kept):
+        with pytest.raises(StateLost, match=r"'kept' waited longer than its lease .* raise state_lease"):
+            dummy_engine.generate("b", GREEDY, session=session)
+    with pytest.raises(InvalidParameter, match="no session 'closed'"):
+        dummy_engine.generate("b", GREEDY, session="closed")
+    dummy_engine.close_session("kept")
+    assert len(dummy_engine._sessions) == 2
+    dummy_engine.open_session("kept").close()
+    for id in ("left", "another"):
+        dummy_engine.close_session(id)
+    assert len(dummy_engine._sessions) == 0
+    dummy_engine.flush_cache(wait_s=30)
+    assert dummy_engine.stats()["pages_pinned"] == 0
+
+
 def test_sessions_are_found_by_id(dummy_engine: Engine) -> None:
     session = dummy_engine.open_session("talk", cache_salt="tenant")
     output = asyncio.run(dummy_engine.async_generate("one", GREEDY, session="talk"))
@@ -114,7 +152,7 @@ def test_sessions_are_found_by_id(dummy_engine: Engine) -> None:
     for arguments in wrong:
         with pytest.raises(InvalidParameter):
             dummy_engine.generate(**arguments, session="talk")
-    foreign = Session(cast(Engine, None), dummy_engine._client, "talk", None, "", on_close=lambda: None)
+    foreign = Session(cast(Engine, None), dummy_engine._client, "talk", None, "", on_close=lambda session: None)
     with pytest.raises(InvalidParameter, match="another engine's"):
         dummy_engine.generate("a", session=foreign)
     with pytest.raises(InvalidParameter, match="no session"):

@@ -52,7 +52,14 @@ def test_the_simulator_predicts_the_counters_of_the_real_engine(tmp_path: Path) 
             chain.run(question=f"question {index}? ", backend=engine, temperature=0)
         real = engine.stats()
         info = engine.server_info()["resolved"]
-    programs = load_log(log)
+    recorded = load_log(log)
+    programs = recorded.programs
+    assert recorded.fields == {
+        "model_path": "dummy",
+        "max_total_tokens": 2048,
+        "max_running_requests": 4,
+        "chunked_prefill_size": 64,
+    }
     assert [len(program.fragments) > 1 for program in programs] == [False, True] * 3
     config = small_config(
         num_pages=2048, context_len=info["context_len"], max_running_requests=4, chunked_prefill_size=64
@@ -130,7 +137,8 @@ def test_a_program_that_fails_is_reported_and_the_others_go_on() -> None:
     fine = SimulatedProgram(fragments=(ask("z", 4),))
     result = Simulation(small_config()).run([too_long, late, fine])
     assert [times.error for times in result.programs] == ["prompt_too_long", "deadline_exceeded", None]
-    assert result.latency_s(0.5) > 0
+    assert (result.latency_s(0.5) or 0) > 0
+    assert Simulation(small_config()).run([late]).latency_s(0.5) is None
 
 
 def test_latency_is_fitted_to_a_trace(tmp_path: Path) -> None:
@@ -150,6 +158,9 @@ def test_latency_is_fitted_to_a_trace(tmp_path: Path) -> None:
         LatencyModel.from_trace(path)
     with pytest.raises(ConfigError, match="cannot be read"):
         load_log(tmp_path / "missing")
+    path.write_text("")
+    with pytest.raises(ConfigError, match="has no program in it"):
+        load_log(path)
 
 
 def test_arrivals_are_a_poisson_process_by_seed() -> None:
@@ -164,7 +175,11 @@ def test_the_command_compares_variants(tmp_path: Path) -> None:
     log = tmp_path / "log.jsonl"
     with sgl.Engine(model_path="dummy", max_total_tokens=2048, message_log=str(log)) as engine:
         chain.run_batch([{"question": f"question {i}? "} for i in range(6)], backend=engine)
-    report = run(log, {"model_path": "dummy"}, vary=["max-running-requests=1,8"], rate=100.0)
+    report = run(log, {}, vary=["max-running-requests=1,8"], rate=100.0)
+    assert (report.model, report.engine) == ("dummy", {"model_path": "dummy", "max_total_tokens": 2048})
+    assert run(log, {"max_total_tokens": 4096}).engine["max_total_tokens"] == 4096
+    log.write_bytes(2 * log.read_bytes())
+    assert run(log, {}).variants[0].programs == 12, "two engines that wrote to one file"
     narrow, wide = report.variants
     assert (narrow.fields, narrow.programs, narrow.failed) == ({"max_running_requests": 1}, 6, 0)
     assert narrow.decode_tokens == wide.decode_tokens == 6 * 15

@@ -79,6 +79,13 @@ def test_sgl_trace_runs_a_program_and_writes_the_file(tmp_path: Path) -> None:
     assert "ui.perfetto.dev" in done.stderr
     assert any(event["name"] == "x" for event in json.loads(trace.read_text()) if event["ph"] == "X")
 
+    command[command.index(str(trace))] = "/dev/full"
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout) == (1, "True\n"), done.stderr
+    assert done.stderr.startswith("error: the timeline in /dev/full is not whole: "), "one error, and nothing else"
+    assert "No space left" in done.stderr
+    assert len(done.stderr.splitlines()) == 2
+
 
 def test_a_file_that_cannot_be_written_is_told_at_start(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="trace_file"):
