@@ -155,6 +155,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     disable_forced_tokens: Annotated[
         bool, Meta(description="Draw output tokens one by one also where a constraint leaves one continuation.")
     ] = False
+    disable_overlap_schedule: Annotated[
+        bool | None,
+        Meta(description="Look at each step's result before the next is begun; by default only on a CPU."),
+    ] = None
     num_threads: Annotated[Count | None, Meta(description="CPU threads of the model.")] = None
     num_mask_threads: Annotated[
         Size | None, Meta(description="Threads that fill token masks of constraints while the model computes.")
@@ -350,6 +354,7 @@ class ResolvedConfig(msgspec.Struct, frozen=True, kw_only=True):
     radix_eviction_policy_config: dict[str, int] = {}
     max_pinned_tokens: int = 0
     disable_forced_tokens: bool = False
+    disable_overlap_schedule: bool = True
     num_mask_threads: int = 0
     limits: Limits = DEFAULT_LIMITS
     facts: Facts | None = None
@@ -378,6 +383,7 @@ class _Decided(msgspec.Struct, frozen=True, kw_only=True):
     num_threads: int
     num_mask_threads: int
     random_seed: int
+    disable_overlap_schedule: bool
     reasons: list[Reason]
 
 
@@ -421,6 +427,7 @@ def resolve(config: EngineConfig, facts: Facts) -> ResolvedConfig:
         ),
         max_pinned_tokens=_pinned_tokens(config, sizes.pool_tokens, reasons),
         disable_forced_tokens=config.disable_forced_tokens,
+        disable_overlap_schedule=decided.disable_overlap_schedule,
         num_mask_threads=decided.num_mask_threads,
         schedule_conservativeness=config.schedule_conservativeness,
         grammar_backend=config.grammar_backend,
@@ -542,7 +549,18 @@ def _decide(config: EngineConfig, facts: Facts) -> _Decided:
         max_running_requests=running,
         chunked_prefill_size=chunk,
     )
-    return _Decided(sizes=sizes, num_threads=threads, num_mask_threads=masks, random_seed=seed, reasons=reasons)
+    no_overlap = config.disable_overlap_schedule
+    if no_overlap is None:
+        why = "the host prepares a step while the device computes" if device == "cuda" else "the host computes itself"
+        no_overlap = decide("disable_overlap_schedule", device != "cuda", why)
+    return _Decided(
+        sizes=sizes,
+        num_threads=threads,
+        num_mask_threads=masks,
+        random_seed=seed,
+        disable_overlap_schedule=no_overlap,
+        reasons=reasons,
+    )
 
 
 def _threads(config: EngineConfig, cores: int, device: str, decide: Callable[[str, Any, str], Any]) -> tuple[int, int]:

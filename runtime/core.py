@@ -4,6 +4,12 @@ Owns the programs and wires scheduler, model runner, sampler and grammar compile
 it; a test drives it by hand, with a fake clock and a scripted runner. All calls come from one thread; jobs handed to
 the executor come back through `finish_jobs`.
 
+A step is *schedule, forward, sample, process*. With overlap the same four calls come in another order: the next step is
+scheduled and its forward queued while the device computes the step before, whose result is processed meanwhile; then
+the next one's tokens are drawn, by everything that was learned. Drawn ids stay on the device, where the forward finds
+those that it follows. Whatever a row needs of its token on the host (a mask, penalties, the end of a text) is there
+before the row draws again; what it computed for nothing is taken back (`Scheduler`).
+
 A step that raises ends the programs that were in it and drops the whole cache, whose pages are not trusted any more;
 the engine goes on. When steps keep failing, the error is raised to the owner, who ends the process. What fails in one
 program's own work (its constraint, its text, its events) ends that program alone. What a client is told of an
@@ -18,7 +24,7 @@ import uuid
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Executor, Future
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from sgl.errors import EngineDead, InternalError, QueueTimeout, SglError, StateLost
 from sgl.grammars.compiler import GrammarCompiler
@@ -31,14 +37,14 @@ from sgl.runtime.config import ResolvedConfig
 from sgl.runtime.failures import internal_error
 from sgl.runtime.faults import FaultPoints
 from sgl.runtime.masks import MaskFiller
-from sgl.runtime.plan import StepPlan, StepResult
+from sgl.runtime.plan import Pending, StepPlan, StepResult
 from sgl.runtime.processors import BUILT_IN, LogitProcessor
 from sgl.runtime.program_run import ProgramRun
 from sgl.runtime.scheduler import Scheduler
 from sgl.runtime.sequence import Request
 from sgl.runtime.stats import Stats
 from sgl.runtime.text.tokenizer import Tokenizer
-from sgl.runtime.trace import Tracer
+from sgl.runtime.trace import StepTimes, Tracer
 
 _MAX_FAILED_STEPS = 3
 
@@ -46,8 +52,8 @@ _MAX_FAILED_STEPS = 3
 class Runner(Protocol):
     """Computes a plan: `ModelRunner`, or a script in tests."""
 
-    def forward(self, plan: StepPlan) -> Any:
-        """Float32 logits `[rows, vocabulary]`."""
+    def forward(self, plan: StepPlan, drawn: Any = None) -> Any:
+        """Float32 logits `[rows, vocabulary]`; `drawn` are the tokens that chunks may follow (`Pending.token_ids`)."""
 
 
 class StepSampler(Protocol):
@@ -55,6 +61,17 @@ class StepSampler(Protocol):
 
     def sample(self, plan: StepPlan, logits: Any) -> StepResult:
         """One result per chunk."""
+
+    def start(self, plan: StepPlan, logits: Any) -> Pending:
+        """The same without waiting for the device."""
+
+
+class _Flight(NamedTuple):
+    """A step whose tokens are being drawn."""
+
+    plan: StepPlan
+    result: Pending
+    times: StepTimes | None
 
 
 class EngineCore:
@@ -113,6 +130,9 @@ class EngineCore:
         self.tracer = tracer
         self._forward = runner.forward if tracer is None else tracer.timed(runner.forward)
         self._sample = sampler.sample if tracer is None else tracer.timed(sampler.sample)
+        self._overlaps = not config.disable_overlap_schedule
+        self._start = sampler.start if tracer is None else tracer.timed(sampler.start)
+        self._flight: _Flight | None = None
         self._emit = emit
         self._executor = executor
         self._wake = wake
@@ -170,39 +190,92 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        """Whether `step` would compute anything."""
-        return self.scheduler.has_work
+        """Whether `step` would compute anything, or look at what was computed."""
+        return self.scheduler.has_work or self._flight is not None
 
     def step(self) -> bool:
         """Advance every planned sequence; False when there was nothing to do."""
         self.finish_jobs()
         self._check_deadlines()
         self.cache.tick()
+        done = self._step_ahead() if self._overlaps else self._step_now()
+        if done:
+            self.cache.tick()
+        return done
+
+    def _step_now(self) -> bool:
+        """A step from its plan to its result."""
         plan = self.scheduler.schedule()
         if not plan.chunks:
             return False
         try:
-            logits = self._forward(plan)
-            if self.faults is not None:
-                logits = self.faults.forward(plan, logits, [self._name_of(chunk.sequence) for chunk in plan.chunks])
+            logits = self._compute(plan)
             result = self._sample(plan, logits)
             touched = self.scheduler.process(plan, result)
         except Exception as error:  # noqa: BLE001 - whatever a model or kernel raises must not end the other programs
             self._fail_step(plan, error)
             return True
+        self._tell(plan, touched, self.tracer.take_times() if self.tracer is not None else None)
+        return True
+
+    def _step_ahead(self) -> bool:
+        """Begin a step while the one before is computed, take the result of that one, then draw this one's tokens."""
+        flight, self._flight = self._flight, None
+        if flight is not None and not self.scheduler.foresees():
+            self._land(flight)
+            flight = None
+        plan = self.scheduler.schedule()
+        logits: Any = None
+        failure: Exception | None = None
+        if plan.chunks:
+            try:
+                logits = self._compute(plan, flight.result.token_ids if flight is not None else None)
+            except Exception as error:  # noqa: BLE001 - as in `_step_now`; what flies may be sound all the same
+                failure = error
+        if flight is not None:
+            self._land(flight)
+            plan = self.scheduler.settle(plan)
+        if not plan.chunks:
+            return flight is not None
+        try:
+            if failure is not None:
+                raise failure
+            result = self._start(plan, logits)
+        except Exception as error:  # noqa: BLE001 - as in `_step_now`
+            self._fail_step(plan, error)
+            return True
+        self._flight = _Flight(plan, result, self.tracer.take_times() if self.tracer is not None else None)
+        return True
+
+    def _land(self, flight: _Flight) -> None:
+        """Take the result of a step that was begun before."""
+        try:
+            touched = self.scheduler.process(flight.plan, flight.result.wait())
+        except Exception as error:  # noqa: BLE001 - as in `_step_now`
+            self._fail_step(flight.plan, error)
+            return
+        self._tell(flight.plan, touched, flight.times)
+
+    def _compute(self, plan: StepPlan, drawn: Any = None) -> Any:
+        """The plan's logits."""
+        logits = self._forward(plan, drawn)
+        if self.faults is not None:
+            logits = self.faults.forward(plan, logits, [self._name_of(chunk.sequence) for chunk in plan.chunks])
+        return logits
+
+    def _tell(self, plan: StepPlan, touched: list[Request], times: StepTimes | None) -> None:
+        """A step has succeeded: programs go on with what their requests got."""
         self._failed_steps = 0
         self._moved_at = self.now()
-        if self.tracer is not None:
+        if self.tracer is not None and times is not None:
             self.scheduler.gauge(counted=False)
-            self.tracer.step(plan, touched, self.stats)
+            self.tracer.step(plan, times, touched, self.stats)
         for request in touched:
             run = self._watchers.get(request.sequence.id)
             if run is not None:
                 if request.done:
                     self._watchers.pop(request.sequence.id, None)
                 run.on_request(request)
-        self.cache.tick()
-        return True
 
     @property
     def stalled_s(self) -> float:

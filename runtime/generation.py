@@ -113,6 +113,11 @@ class Generation:
         """Whether nothing more is to be drawn."""
         return self.finish is not None
 
+    @property
+    def ends_next(self) -> bool:
+        """Whether the next token is the last, whatever it is."""
+        return len(self.output_ids) + 1 >= self.max_new_tokens
+
     def spec(self) -> SampleSpec:
         """How to draw the next token."""
         early = len(self.output_ids) < self.sampling.min_new_tokens

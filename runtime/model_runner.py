@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import torch
 
 from sgl.errors import ConfigError
@@ -20,8 +21,8 @@ from sgl.kernels import registry
 from sgl.kernels.attention import AttentionPlan, plan_attention
 from sgl.kernels.deterministic import ROWS
 from sgl.kernels.native import library
-from sgl.kernels.registry import OpFacts
 from sgl.runtime.config import GiB, ResolvedConfig
+from sgl.runtime.models.layers import op_facts
 from sgl.runtime.models.registry import CausalLM, ModelConfig
 from sgl.runtime.plan import PageCopy, StepPlan
 
@@ -143,8 +144,14 @@ class ModelRunner:
         self.page_size = resolved.page_size
         # Products are of so many rows each.
         self._multiple = ROWS if resolved.deterministic else 1
-        native, triton = resolved.kernels == "native", resolved.kernels == "triton"
-        facts = OpFacts(device=resolved.device, dtype=resolved.dtype, native=native, triton=triton)
+        triton = resolved.kernels == "triton"
+        facts = op_facts(
+            msgspec.structs.replace(model_config, context_len=resolved.context_len),
+            getattr(torch, resolved.dtype),
+            self.device,
+            deterministic=resolved.deterministic,
+            kernels=resolved.kernels,
+        )
         self._plan_attention = registry.get("plan_attention", facts)
         dtype = getattr(torch, resolved.dtype)
         # Behind the pool a graph has a page of its own, for rows that only fill its step up.
@@ -163,16 +170,35 @@ class ModelRunner:
             )
 
     @torch.inference_mode()
-    def forward(self, plan: StepPlan) -> torch.Tensor:
-        """Compute the plan's tokens; float32 logits `[R, V]` in chunk order, then in the order of `logit_offsets`."""
+    def forward(self, plan: StepPlan, drawn: torch.Tensor | None = None) -> torch.Tensor:
+        """Compute the plan's tokens; float32 logits `[R, V]` in chunk order, then in the order of `logit_offsets`.
+
+        Args:
+            drawn: the tokens that chunks may follow, see `Pending.token_ids`.
+        """
         if not plan.chunks:
             return torch.empty(0, self.model_config.vocab_size, dtype=torch.float32, device=self.device)
         if plan.copies:
             self.cache.copy(plan.copies)
         if self._gpu_steps is not None:
-            return self._gpu_steps.forward(plan)
+            return self._gpu_steps.forward(plan, drawn)
         batch = ForwardBatch.from_plan(
             plan, self.page_size, self.device, multiple=self._multiple, plan_attention=self._plan_attention
         )
+        if drawn is not None:
+            _follow(plan, drawn, batch.token_ids)
         num_rows = sum(len(chunk.logit_offsets) for chunk in plan.chunks)
         return self.model(batch, self.cache)[:num_rows]
+
+
+def _follow(plan: StepPlan, drawn: torch.Tensor, token_ids: torch.Tensor) -> None:
+    """Put the tokens that chunks follow in their places of the step's `[T]`."""
+    rows: list[int] = []
+    sources: list[int] = []
+    begin = 0
+    for chunk in plan.chunks:
+        if chunk.follows is not None:
+            rows.append(begin)
+            sources.append(chunk.follows)
+        begin += len(chunk.token_ids)
+    token_ids[rows] = drawn[sources]

@@ -269,6 +269,14 @@ class Paging:
         if self._resting.pop(sequence.id, None) is not None and self.is_live(sequence):
             self._parked[sequence.id] = sequence
 
+    def take_back(self, sequence: Sequence, start: int) -> None:
+        """A step that runs writes from `start` on, and nobody wants that any more: the sequence ends there. Its pages
+        may be given away at once, as a later step writes after this one."""
+        if sequence.num_shared > start:
+            self.discard(sequence, start)
+        else:
+            self.forget(sequence, start)
+
     def discard(self, sequence: Sequence, start: int) -> None:
         """Keep nothing of what a failed row wrote from `start` on."""
         node, length = sequence.node, sequence.num_shared

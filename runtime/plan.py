@@ -1,14 +1,17 @@
 """One step of the engine as a value: which sequence advances by how many tokens.
 
-Owns `Chunk` and `StepPlan`, made by the scheduler, read by the model runner and the sampler, and never changed.
+Owns `Chunk` and `StepPlan`, made by the scheduler, read by the model runner and the sampler, and never changed; and
+`StepResult`, which comes back at once or as a `Pending` one.
 Prefill, chunked prefill, decode and scoring are the same thing with different token counts. Pages that a chunk writes
 may be read by later chunks of the same plan: a layer writes all keys and values before any attention reads them, so
 two sequences that share a prefix compute it once even when they start in the same step.
+
+A step may be planned and computed before the tokens of the one before are known to the host: see `Chunk.follows`.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 import numpy as np
@@ -19,6 +22,12 @@ from sgl.lang.graph import Sampling
 if TYPE_CHECKING:
     from sgl.grammars.matcher import MaskSource
     from sgl.runtime.masks import MaskJob
+
+
+UNKNOWN = -1
+"""Stands for a token that a step before draws and the host has not seen yet."""
+NOBODY = 0
+"""In place of a sequence: nobody wants the chunk's result any more."""
 
 
 class SampleSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,6 +69,8 @@ class Chunk(msgspec.Struct, frozen=True, kw_only=True):
         page_table: page of each group of `page_size` positions, int32, covering the sequence up to its last token here.
         sample: what to draw after the last token, if anything.
         scores: log-probabilities to return, in order.
+        follows: the only token is `UNKNOWN` as yet: which of the tokens that the step before draws, in the order of its
+            chunks, it is.
     """
 
     sequence: int
@@ -68,6 +79,7 @@ class Chunk(msgspec.Struct, frozen=True, kw_only=True):
     page_table: npt.NDArray[np.int32]
     sample: SampleSpec | None = None
     scores: tuple[ScoreSpec, ...] = ()
+    follows: int | None = None
 
     @property
     def end(self) -> int:
@@ -134,3 +146,29 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     """One `RowResult` per chunk of the plan, in its order."""
 
     rows: tuple[RowResult, ...]
+
+
+class Pending(Protocol):
+    """The result of a step that a device may still compute.
+
+    Attributes:
+        token_ids: int64 `[D]` where the model is, one per chunk that draws, in their order; of a row that failed any
+            valid id. What the forward of the next step takes in place of tokens that it `follows`.
+    """
+
+    token_ids: Any
+
+    def wait(self) -> StepResult:
+        """The result, once it is there."""
+
+
+class Done:
+    """A result that is there at once."""
+
+    def __init__(self, result: StepResult, token_ids: Any = None) -> None:
+        self.token_ids = token_ids
+        self._result = result
+
+    def wait(self) -> StepResult:
+        """See `Pending.wait`."""
+        return self._result

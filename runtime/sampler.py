@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 import torch
@@ -27,7 +27,7 @@ from sgl.kernels.native import library
 from sgl.kernels.registry import Function, OpFacts
 from sgl.lang.graph import Sampling
 from sgl.runtime.masks import MaskFiller, MaskJob
-from sgl.runtime.plan import Chunk, RowResult, SampleSpec, StepPlan, StepResult
+from sgl.runtime.plan import Chunk, Done, Pending, RowResult, SampleSpec, StepPlan, StepResult
 from sgl.runtime.processors import BUILT_IN, LogitProcessor
 
 _Pairs: TypeAlias = tuple[tuple[int, float], ...]
@@ -36,6 +36,14 @@ _ROWS_AT_ONCE = 8
 """Rows whose probabilities are in memory at a time, as doubles."""
 _CANDIDATES = 512
 """Most probable tokens that are looked at before all are: sorting a large vocabulary costs more than a small model."""
+
+
+class _Draw(NamedTuple):
+    """A row of logits to draw from, and the place of its mask among those of the step."""
+
+    row: int
+    spec: SampleSpec
+    mask: int | None
 
 
 class Sampler:
@@ -52,17 +60,25 @@ class Sampler:
         self._filler = MaskFiller(vocab_size)  # for a plan that brings no masks
         self._ops: dict[tuple[str, str], Function] = {}  # by name and device
 
+    def start(self, plan: StepPlan, logits: torch.Tensor) -> Pending:
+        """As `sample`; the result is there at once."""
+        result = self.sample(plan, logits)
+        drawn = [row.token_id or 0 for chunk, row in zip(plan.chunks, result.rows, strict=True) if chunk.sample]
+        return Done(result, torch.tensor(drawn, dtype=torch.int64, device=logits.device))
+
     def sample(self, plan: StepPlan, logits: torch.Tensor) -> StepResult:
         """One result per chunk. `logits` is float32 `[R, V]`, rows in the plan's order; it is not changed."""
         blocks: list[tuple[Chunk, list[int], torch.Tensor]] = []
-        drawing: list[tuple[int, SampleSpec]] = []  # (row of logits, spec)
-        first = 0
+        drawing: list[_Draw] = []
+        first = num_masks = 0
         for chunk in plan.chunks:
             offsets = chunk.logit_offsets
             blocks.append((chunk, offsets, logits[first : first + len(offsets)]))
             first += len(offsets)
             if chunk.sample is not None:
-                drawing.append((first - 1, chunk.sample))
+                has_mask = chunk.sample.matcher is not None
+                drawing.append(_Draw(first - 1, chunk.sample, num_masks if has_mask else None))
+                num_masks += has_mask
         masks = plan.masks if plan.masks is not None else self._filler.start(plan.chunks)
         drawn = iter(self._draw(logits, drawing, masks))
         rows = []
@@ -90,15 +106,19 @@ class Sampler:
         tops = tuple(_top(logprobs[i], s.top) for i, s in enumerate(chunk.scores))
         return values, tops if any(tops) else (), None
 
-    def _draw(
-        self, logits: torch.Tensor, drawing: list[tuple[int, SampleSpec]], masks: MaskJob | None
-    ) -> list[RowResult]:
-        if not drawing:
-            return []
-        specs = [spec for _, spec in drawing]
-        if masks is None and all(_is_plainly_greedy(spec) for spec in specs):
-            return self._largest(logits, drawing)
-        adjusted = logits[[row for row, _ in drawing], : self.vocab_size]  # a copy
+    def _draw(self, logits: torch.Tensor, drawing: list[_Draw], masks: MaskJob | None) -> list[RowResult]:
+        """Greedy rows where their logits lie, the others on a copy of theirs; one result each."""
+        results = self._largest(logits, drawing, masks)
+        rest = [i for i in range(len(drawing)) if i not in results]
+        if rest:
+            drawn = self._draw_adjusted(logits, [drawing[i] for i in rest], masks)
+            results.update(zip(rest, drawn, strict=True))
+        return [results[i] for i in range(len(drawing))]
+
+    def _draw_adjusted(self, logits: torch.Tensor, drawing: list[_Draw], masks: MaskJob | None) -> list[RowResult]:
+        """Rows whose logits are changed by what was asked for, and those that turn out to be unusable."""
+        specs = [draw.spec for draw in drawing]
+        adjusted = logits[[draw.row for draw in drawing], : self.vocab_size]  # a copy
         # The largest of a row that holds a NaN is NaN.
         largest = adjusted.amax(dim=-1)
         broken = (torch.isnan(largest) | (largest == -torch.inf)).tolist()
@@ -108,44 +128,66 @@ class Sampler:
             if i not in failures and (failed := self._process(adjusted[i], spec)) is not None:
                 failures[i] = failed
         if masks is not None:
-            failures = {**self._mask(adjusted, specs, masks), **failures}
+            failures = {**self._mask(adjusted, drawing, masks), **failures}
         dead = (adjusted.amax(dim=-1) == -torch.inf).tolist()
         is_greedy = [spec.sampling.temperature < 1e-5 for spec in specs]
         greedy = adjusted.argmax(dim=-1).tolist() if any(is_greedy) else []
         random = [i for i in range(len(specs)) if not (is_greedy[i] or dead[i] or i in failures)]
-        tokens = dict(zip(random, _draw_rows(adjusted, random, specs), strict=True))
+        tokens = dict(zip(random, _draw_rows(adjusted, random, specs, self._op("top_k", logits.device)), strict=True))
         results = []
-        for i, (row, spec) in enumerate(drawing):
+        for i, draw in enumerate(drawing):
             if i in failures:
                 results.append(RowResult(sequence=0, failed=failures[i]))
             elif dead[i]:
-                results.append(RowResult(sequence=0, failed=_dead_end(i, specs, masks)))
+                results.append(RowResult(sequence=0, failed=_dead_end(draw, masks)))
             else:
                 token = greedy[i] if is_greedy[i] else tokens[i]
-                results.append(_described(logits[row, : self.vocab_size], token, spec))
+                results.append(self._described(logits, token, draw))
         return results
 
-    def _mask(self, adjusted: torch.Tensor, specs: list[SampleSpec], masks: MaskJob) -> dict[int, tuple[str, str]]:
-        """Apply the masks to the rows that have a constraint, in place; by row, why its mask is missing."""
-        rows = [i for i, spec in enumerate(specs) if spec.matcher is not None]
-        words, failures = masks.wait()
+    def _mask(self, adjusted: torch.Tensor, drawing: list[_Draw], masks: MaskJob) -> dict[int, tuple[str, str]]:
+        """Apply the masks to the rows that have one, in place; by row, why its mask is missing."""
+        rows = [i for i, draw in enumerate(drawing) if draw.mask is not None]
+        if not rows:
+            return {}
         device = adjusted.device
-        apply_bitmask = self._op("apply_bitmask", device)
-        apply_bitmask(adjusted, torch.from_numpy(words).to(device), torch.tensor(rows, device=device))
-        return {rows[i]: failure for i, failure in failures.items()}
+        words = torch.from_numpy(masks.rows([drawing[i].mask for i in rows])).to(device)
+        self._op("apply_bitmask", device)(adjusted, words, torch.tensor(rows, device=device))
+        failures = masks.wait().failures
+        return {i: failures[place] for i, draw in enumerate(drawing) if (place := draw.mask) in failures}
 
-    def _largest(self, logits: torch.Tensor, drawing: list[tuple[int, SampleSpec]]) -> list[RowResult]:
-        """Greedy rows whose logits nothing changes: they are read once, where they lie."""
-        rows = [row for row, _ in drawing]
+    def _largest(self, logits: torch.Tensor, drawing: list[_Draw], masks: MaskJob | None) -> dict[int, RowResult]:
+        """Greedy rows whose logits nothing but a mask changes, as far as they have a token; by place in `drawing`.
+
+        They are read once, where they lie.
+        """
+        plain = [i for i, draw in enumerate(drawing) if _is_plainly_greedy(draw.spec)]
+        if not plain:
+            return {}
+        rows = [drawing[i].row for i in plain]
         wanted = (logits if rows == list(range(len(logits))) else logits[rows])[:, : self.vocab_size]
-        tokens = self._op("argmax", logits.device)(wanted)
-        finite = (wanted.gather(1, tokens.clamp(min=0).unsqueeze(1)).squeeze(1) > -torch.inf).tolist()
-        return [
-            _described(logits[row, : self.vocab_size], token, spec)
-            if token >= 0 and is_finite
-            else RowResult(sequence=0, failed=_NAN)
-            for (row, spec), token, is_finite in zip(drawing, tokens.tolist(), finite, strict=True)
-        ]
+        places = [drawing[i].mask for i in plain]
+        words = None
+        if masks is not None and places.count(None) < len(places):
+            words = torch.from_numpy(masks.rows(places)).to(logits.device)
+        tokens = self._op("argmax", logits.device)(wanted, words).tolist()
+        found = zip(plain, tokens, strict=True)
+        return {i: self._described(logits, token, drawing[i]) for i, token in found if token >= 0}
+
+    def _described(self, logits: torch.Tensor, token: int, draw: _Draw) -> RowResult:
+        """The row's result, with log-probabilities when they were asked for."""
+        sampling = draw.spec.sampling
+        if not sampling.return_logprob:
+            return RowResult(sequence=0, token_id=token)
+        logprobs = torch.log_softmax(logits[draw.row, : self.vocab_size], dim=-1)
+        ids = sampling.token_ids_logprob
+        return RowResult(
+            sequence=0,
+            token_id=token,
+            logprob=float(logprobs[token]),
+            top=_top(logprobs, sampling.top_logprobs_num),
+            given=tuple(zip(ids, logprobs[list(ids)].tolist(), strict=True)) if ids else (),
+        )
 
     def _op(self, name: str, device: torch.device) -> Function:
         key = (name, device.type)
@@ -167,41 +209,23 @@ class Sampler:
         return failed
 
 
-def _dead_end(index: int, specs: list[SampleSpec], masks: MaskJob | None) -> tuple[str, str]:
+def _dead_end(draw: _Draw, masks: MaskJob | None) -> tuple[str, str]:
     """Why no token is left in a row: the constraint allows none, or what it allows is forbidden by something else."""
-    spec = specs[index]
-    name = spec.sampling.custom_logit_processor
+    name = draw.spec.sampling.custom_logit_processor
     others = f"the logit processor {name!r}" if name is not None else "blocked tokens and logit bias"
-    if spec.matcher is None or masks is None:
+    if draw.mask is None or masks is None:
         return GenerationError.code, f"{others} left no token to draw"
-    place = sum(each.matcher is not None for each in specs[:index])
-    if masks.wait().words[place].any():
+    if masks.rows([draw.mask]).any():
         return GenerationError.code, f"{others} left none of the tokens that the constraint allows"
     return ConstraintDeadEnd.code, "the constraint allows no token here"
 
 
 def _is_plainly_greedy(spec: SampleSpec) -> bool:
-    """Whether the next token is the one with the largest logit as it is."""
+    """Whether the next token is the one with the largest logit, of those that a constraint allows."""
     sampling = spec.sampling
     penalized = (sampling.frequency_penalty, sampling.presence_penalty, sampling.repetition_penalty) != (0.0, 0.0, 1.0)
     changed = penalized or sampling.logit_bias or sampling.custom_logit_processor is not None or spec.blocked_ids
-    return sampling.temperature < 1e-5 and not changed and spec.matcher is None
-
-
-def _described(raw: torch.Tensor, token: int, spec: SampleSpec) -> RowResult:
-    """The row's result, with log-probabilities when they were asked for."""
-    sampling = spec.sampling
-    if not sampling.return_logprob:
-        return RowResult(sequence=0, token_id=token)
-    logprobs = torch.log_softmax(raw, dim=-1)
-    ids = sampling.token_ids_logprob
-    return RowResult(
-        sequence=0,
-        token_id=token,
-        logprob=float(logprobs[token]),
-        top=_top(logprobs, sampling.top_logprobs_num),
-        given=tuple(zip(ids, logprobs[list(ids)].tolist(), strict=True)) if ids else (),
-    )
+    return sampling.temperature < 1e-5 and not changed
 
 
 def _top(logprobs: torch.Tensor, num: int) -> _Pairs:
@@ -243,8 +267,8 @@ def _replace(row: torch.Tensor, name: str, processor: Callable[[torch.Tensor], A
     return None
 
 
-def _draw_rows(adjusted: torch.Tensor, rows: Sequence[int], specs: Sequence[SampleSpec]) -> list[int]:
-    """Draw a token from each of `rows` of the adjusted logits `[R, V]`.
+def _draw_rows(adjusted: torch.Tensor, rows: Sequence[int], specs: Sequence[SampleSpec], top_k: Function) -> list[int]:
+    """Draw a token from each of `rows` of the adjusted logits `[R, V]`; `top_k` is the op.
 
     top-p keeps the smallest set of most probable tokens whose probabilities reach `top_p`, the one that crosses it
     included; min-p keeps those with at least `min_p` times the largest probability. Ties rank by id.
@@ -254,7 +278,9 @@ def _draw_rows(adjusted: torch.Tensor, rows: Sequence[int], specs: Sequence[Samp
         group = [i for i in rows if _is_cut(specs[i].sampling) == is_cut]
         for first in range(0, len(group), _ROWS_AT_ONCE):
             some = group[first : first + _ROWS_AT_ONCE]
-            found.update(zip(some, _draw_group(adjusted[some], [specs[i] for i in some], is_cut), strict=True))
+            logits, own = adjusted[some], [specs[i] for i in some]
+            tokens = _draw_cut_group(logits, own, top_k) if is_cut else _draw_group(logits, own)
+            found.update(zip(some, tokens, strict=True))
     return [found[i] for i in rows]
 
 
@@ -263,35 +289,36 @@ def _is_cut(sampling: Sampling) -> bool:
     return sampling.top_k > 0 or sampling.top_p < 1.0 or sampling.min_p > 0.0
 
 
-def _draw_group(logits: torch.Tensor, specs: Sequence[SampleSpec], is_cut: bool) -> list[int]:
-    """A token of each row of `[G, V]`; only rows that are cut need their tokens sorted."""
-    temperature = _column([spec.sampling.temperature for spec in specs], logits)
-    uniform = _column([_uniform(spec.seed, spec.position) for spec in specs], logits)
+def _draw_group(logits: torch.Tensor, specs: Sequence[SampleSpec]) -> list[int]:
+    """A token of each row of `[G, V]`; all can be drawn."""
+    temperature, uniform = _draws(specs, logits)
     probs = torch.softmax(logits.double() / temperature, dim=-1)
-    if not is_cut:
-        return _pick(probs, uniform).flatten().tolist()
+    return _pick(probs, uniform).flatten().tolist()
+
+
+def _draw_cut_group(logits: torch.Tensor, specs: Sequence[SampleSpec], top_k: Function) -> list[int]:
+    """A token of each row of `[G, V]`, of those that are left: the most probable ones are looked at before all are."""
+    temperature, uniform = _draws(specs, logits)
     settings = [spec.sampling for spec in specs]
-    tokens, is_decided = _pick_kept(*_most_probable(probs, _CANDIDATES), probs.shape[-1], uniform, settings)
+    vocab_size = logits.shape[-1]
+    scale = 1.0 / temperature
+    largest, ids, mass = top_k(logits, min(_CANDIDATES, vocab_size), scale.squeeze(-1))
+    probs = torch.exp(largest.double() * scale - mass.unsqueeze(-1))
+    tokens, is_decided = _pick_kept(probs, ids, vocab_size, uniform, settings)
     undecided = [i for i, decided in enumerate(is_decided) if not decided]
     if undecided:  # rows that keep more tokens than were looked at
-        rest, _ = _pick_kept(
-            *_most_probable(probs[undecided], probs.shape[-1]),
-            probs.shape[-1],
-            uniform[undecided],
-            [settings[i] for i in undecided],
-        )
+        probs = torch.softmax(logits[undecided].double() / temperature[undecided], dim=-1)
+        probs, ids = probs.sort(dim=-1, descending=True, stable=True)
+        rest, _ = _pick_kept(probs, ids, vocab_size, uniform[undecided], [settings[i] for i in undecided])
         for i, token in zip(undecided, rest, strict=True):
             tokens[i] = token
     return tokens
 
 
-def _most_probable(probs: torch.Tensor, num: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The `num` most probable tokens of each row, most probable first, ties by id: probabilities and ids."""
-    if num >= probs.shape[-1]:
-        return tuple(probs.sort(dim=-1, descending=True, stable=True))  # type: ignore[return-value]
-    ids = probs.topk(num, dim=-1, sorted=False).indices.sort(dim=-1).values
-    found, order = probs.gather(-1, ids).sort(dim=-1, descending=True, stable=True)
-    return found, ids.gather(-1, order)
+def _draws(specs: Sequence[SampleSpec], like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Temperatures and uniform numbers of rows, `[G, 1]` each."""
+    temperature = _column([spec.sampling.temperature for spec in specs], like)
+    return temperature, _column([_uniform(spec.seed, spec.position) for spec in specs], like)
 
 
 def _pick_kept(
@@ -303,7 +330,7 @@ def _pick_kept(
     top_k = _column([each.top_k if each.top_k > 0 else vocab_size for each in settings], probs)
     min_p = _column([each.min_p for each in settings], probs)
     keep = (before < top_p) & (probs >= min_p * probs[:, :1])
-    keep &= torch.arange(probs.shape[-1], device=probs.device) < top_k
+    keep &= (torch.arange(probs.shape[-1], device=probs.device) < top_k) & (probs > 0)
     keep[:, 0] = True
     # A token as probable as the last one that is here may have been left out in its favour.
     decided = (probs.shape[-1] == vocab_size) | ~(keep & (probs <= probs[:, -1:])).any(dim=-1)

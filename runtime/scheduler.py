@@ -2,12 +2,19 @@
 
 Owns the waiting and running requests, and through `paging` and `pins`, which nobody else calls, every page and every
 live sequence. Does not own programs, token ids or sampling. `schedule` builds the plan of one step, `process` takes its
-result; between the two nothing here changes. All calls come from the engine core's thread.
+result. All calls come from the engine core's thread.
 
 Order of side effects in `schedule`, per request: match the tree from where the sequence stands -> find pages (from what
 does not run, then from a running request that is put back) -> publish the chunk's whole pages in the tree -> add the
 chunk. Publishing before the forward is what makes two requests of one step share a prefix: a layer
 writes all keys and values before any attention reads them. If the forward then fails, `reset` drops every page.
+
+A plan *flies* from `schedule` to `process`. While one does, the next may be planned (`foresees`): a row that draws then
+goes on with a token that is `UNKNOWN` as yet, which the plan takes from where the step before draws it
+(`Chunk.follows`); a row whose request may be over with what flies (its last token, scores) is left out. Between the two
+calls, once the plan before is processed, `settle` says how each row draws by what is known then. What a row computed
+for nothing, since its request ended or took another token than the drawn one, is taken back: the slot is free, and
+counters are as if it had not been planned. Nothing is put back while a plan flies: `foresees` denies the next one then.
 
 Progress: the request admitted first is never put back; a request that could not even run alone is refused by `add`.
 Laws after each step: `free + cached + held == total`, and `prompt == cached + prefill` for each request.
@@ -17,7 +24,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Set
 
+import msgspec
+
 from sgl.errors import NeverFits, PromptTooLong, QueueFull
+from sgl.lang.graph import Sampling
 from sgl.limits import DEFAULT_LIMITS, Limits
 from sgl.runtime.cache_key import CacheKey
 from sgl.runtime.config import ResolvedConfig
@@ -26,12 +36,24 @@ from sgl.runtime.failures import internal_error
 from sgl.runtime.masks import MaskFiller
 from sgl.runtime.paging import Outlook, Paging
 from sgl.runtime.pins import Pins
-from sgl.runtime.plan import Chunk, RowResult, ScoreSpec, StepPlan, StepResult
+from sgl.runtime.plan import NOBODY, UNKNOWN, Chunk, RowResult, SampleSpec, ScoreSpec, StepPlan, StepResult
 from sgl.runtime.policies import victim
 from sgl.runtime.radix import RadixNode
 from sgl.runtime.sequence import Owner, Request, Sampled, Sequence
 from sgl.runtime.stats import Stats
 from sgl.runtime.waiting import WaitingQueue
+
+_ANY = SampleSpec(sampling=Sampling(temperature=0.0), seed=0, position=0, output_ids=[])
+"""How a row draws that is not known yet, and one that nobody wants any more."""
+
+
+class _Flight:
+    """A plan whose result is not here: its requests by sequence, as far as they still want it."""
+
+    def __init__(self, plan: StepPlan, requests: dict[int, Request]) -> None:
+        self.plan = plan
+        self.requests = requests
+        self.starts = {chunk.sequence: chunk.start for chunk in plan.chunks}
 
 
 class Scheduler:
@@ -65,6 +87,10 @@ class Scheduler:
         self._masks = masks
         self._estimate = OutputEstimate(config.schedule_conservativeness)
         self._rows_left: dict[bool, int] = {}
+        self._flights: list[_Flight] = []  # oldest first; at most two
+        self._follows: dict[int, int] = {}  # by sequence, while a plan is made: see `Chunk.follows`
+        self._held: set[int] = set()  # sequences that the plan leaves out until the one before it is processed
+        self._is_short = False  # a row of the last plan found no page, and nothing could be put back
         stats.pages_total = config.num_pages
 
     # --- sequences: the commands of a program run ---
@@ -152,10 +178,15 @@ class Scheduler:
 
     # --- the step ---
 
+    def foresees(self) -> bool:
+        """Whether the next step can be planned while one flies: not where requests may have to be put back."""
+        return not self._is_short and self._preempting() is None
+
     def schedule(self) -> StepPlan:
         """The next step: running requests first, decoding ones before prefilling ones, then waiting ones."""
         budget = self.config.chunked_prefill_size
         planned: dict[int, Chunk] = {}
+        self._look_past_flight()
         # Scored rows that this step may still have: of prompts (False), and of options of selects (True).
         self._rows_left = {False: self.limits.max_logit_rows, True: self.limits.max_choices}
         self.paging.begin_step()
@@ -163,12 +194,50 @@ class Scheduler:
         for request in sorted(self.running, key=_urgency):
             if budget <= 0:
                 break
-            if request.running:  # else it was put back, to make room for one before it
+            # Else it was put back, to make room for one before it.
+            if request.running and request.sequence.id not in self._held:
                 budget -= self._plan(request, budget, planned)
         self._admit(budget, planned)
         chunks = tuple(planned.values())
-        masks = self._masks.start(chunks) if self._masks is not None else None
-        return StepPlan(chunks=chunks, copies=self.paging.take_copies(), masks=masks)
+        masks = self._masks.start(chunks) if self._masks is not None and not self._flights else None
+        plan = StepPlan(chunks=chunks, copies=self.paging.take_copies(), masks=masks)
+        self._take_off(plan)
+        return plan
+
+    def _look_past_flight(self) -> None:
+        """Let the rows of the plan that flies go on with the tokens that it draws, or wait for it."""
+        self._follows, self._held = {}, set()
+        self._is_short = False
+        if not self._flights:
+            return
+        flight = self._flights[-1]
+        num_drawn = 0
+        for chunk in flight.plan.chunks:
+            draws = num_drawn
+            num_drawn += chunk.sample is not None
+            request = flight.requests.get(chunk.sequence)
+            if request is None:
+                continue
+            sequence = request.sequence
+            generation = request.generation if chunk.sample is not None else None
+            if chunk.scores or request.has_scores_left:
+                self._held.add(sequence.id)
+            elif generation is not None and not generation.ends_next:
+                self._follows[sequence.id] = draws
+                sequence.token_ids.append(UNKNOWN)
+            elif chunk.end == len(sequence):  # it may be over
+                self._held.add(sequence.id)
+
+    def _take_off(self, plan: StepPlan) -> None:
+        """The plan flies from now on. Tokens that are not known are in it, and in no sequence any more."""
+        for request in self._flights[-1].requests.values() if self._follows else ():
+            if request.sequence.id in self._follows:
+                request.sequence.token_ids.pop()
+        self._follows = {}
+        if plan.chunks:
+            planned = {chunk.sequence for chunk in plan.chunks}
+            running = {request.sequence.id: request for request in self.running if request.sequence.id in planned}
+            self._flights.append(_Flight(plan, running))
 
     def _admit(self, budget: int, planned: dict[int, Chunk]) -> None:
         """Start waiting requests in the policy's order, until tokens, rows or pages of this step are used up."""
@@ -193,28 +262,66 @@ class Scheduler:
 
     def _preempt(self) -> None:
         """Put running requests back for a waiting one whose priority is higher by the threshold and has no room."""
-        threshold = self.config.preemption_threshold
-        if threshold is None or not self.waiting:
-            return
-        urgent = self.waiting.most_urgent
-        while self.running:
-            lowest = min(self.running, key=lambda request: request.priority)
-            if urgent.priority - lowest.priority < threshold:
-                return
-            if not self._is_full(urgent) and self._admissible(urgent, sum(map(self._awaited, self.running))):
-                return
+        while not self._flights and (lowest := self._preempting()) is not None:
             self._put_back(lowest)
             self.stats.preemptions += 1
 
+    def _preempting(self) -> Request | None:
+        """The running request that gives way to a waiting one, if one does."""
+        threshold = self.config.preemption_threshold
+        if threshold is None or not self.waiting or not self.running:
+            return None
+        urgent = self.waiting.most_urgent
+        lowest = min(self.running, key=lambda request: request.priority)
+        if urgent.priority - lowest.priority < threshold:
+            return None
+        if not self._is_full(urgent) and self._admissible(urgent, sum(map(self._awaited, self.running))):
+            return None
+        return lowest
+
+    def settle(self, plan: StepPlan) -> StepPlan:
+        """The plan that flies, now that the one before it is processed: with how its rows draw, and masks on their way.
+
+        Rows of logits stay what they were; a chunk whose result nobody wants belongs to `NOBODY`. Without any chunk
+        when that holds for all.
+        """
+        flight = next((flight for flight in self._flights if flight.plan is plan), None)
+        if flight is None:
+            return StepPlan(chunks=())
+        chunks = tuple(self._settled(chunk, flight) for chunk in plan.chunks)
+        if not flight.requests:
+            self._flights.remove(flight)
+            return StepPlan(chunks=())
+        masks = self._masks.start(chunks) if self._masks is not None else None
+        flight.plan = StepPlan(chunks=chunks, copies=plan.copies, masks=masks)
+        return flight.plan
+
+    def _settled(self, chunk: Chunk, flight: _Flight) -> Chunk:
+        request = flight.requests.get(chunk.sequence)
+        if request is None:
+            return msgspec.structs.replace(chunk, sequence=NOBODY, sample=_ANY if chunk.sample is not None else None)
+        if chunk.follows is None or request.generation is None:
+            return chunk
+        return Chunk(
+            sequence=chunk.sequence,
+            token_ids=request.sequence.token_ids[chunk.start :],
+            start=chunk.start,
+            page_table=chunk.page_table,
+            sample=request.generation.spec(),
+            follows=chunk.follows,
+        )
+
     def process(self, plan: StepPlan, result: StepResult) -> list[Request]:
-        """Take a step's result; the requests that got something, in the plan's order."""
+        """Take the result of the plan that has flown longest; the requests that got something, in the plan's order."""
         self.stats.forwards += 1
-        by_sequence = {request.sequence.id: request for request in self.running}
+        requests: dict[int, Request] = {}  # none when everything was reset meanwhile
+        if self._flights and self._flights[0].plan is plan:
+            requests = self._flights.pop(0).requests
         touched = []
         for chunk, row in zip(plan.chunks, result.rows, strict=True):
-            request = by_sequence.get(chunk.sequence)
+            request = requests.get(chunk.sequence)
             if request is None:
-                continue  # aborted while the step ran
+                continue  # nobody wants it, see `_drop`
             touched.append(request)
             if row.failed is not None:
                 request.failed = row.failed
@@ -231,13 +338,17 @@ class Scheduler:
                     request.failed = (failure.code, failure.message)
             if request.failed is None and request.generation is not None:
                 request.failed = request.generation.failed
-            if request.failed is not None or request.complete:
+            # More than this chunk may be planned already.
+            if request.failed is not None or (chunk.end >= request.prompt_len and request.complete):
                 self._finish(request)
+            elif row.token_id is not None and not _is_foreseen(request, chunk, row.token_id):
+                self._drop(request)
         self.running = [request for request in self.running if request.running]
         return touched
 
     def reset(self) -> int:
         """Drop every page of every sequence and the whole cache: what a failed step may have left is not trusted."""
+        self._flights.clear()
         self.pins.lose(unpin=True)
         num_pages = self.paging.reset()
         self.pins.recompute()
@@ -249,6 +360,7 @@ class Scheduler:
         for request in [request for request in (*self.running, *self.waiting) if request.sequence.id in dead]:
             request.done = True
             self._take_out(request)
+        self._flights.clear()
         self.pins.lose(unpin=False)
         self.paging.rebuild(dead)
         self.pins.recompute()
@@ -286,7 +398,10 @@ class Scheduler:
             pinned = self.pins.num_pages - self.pins.shared_pages(sequence.namespace, sequence.token_ids)
         if self._needed_pages(request) > self.config.num_pages - pinned:
             needed = min(request.prompt_len + request.new_tokens, self.config.context_len)
-            what, shorter = f"{request.prompt_len} prompt and {request.new_tokens} new tokens need", "lower max_new_tokens"
+            what, shorter = (
+                f"{request.prompt_len} prompt and {request.new_tokens} new tokens need",
+                "lower max_new_tokens",
+            )
             if not request.new_tokens:  # a prefix, a prompt that is only scored, or a select with its options
                 what, shorter = f"a prompt of {request.prompt_len} tokens needs", "shorten the prompt"
             raise NeverFits(
@@ -335,8 +450,11 @@ class Scheduler:
         self.paging.write(sequence, start, end)
         if start < request.prompt_len and not self.paging.is_known(sequence):
             self.paging.publish(sequence, end)
+        follows = self._follows.get(sequence.id)
         generation = request.generation if end == length else None
-        sample = generation.spec() if generation is not None and not generation.finished else None
+        sample = _ANY if follows is not None else None
+        if generation is not None and not generation.finished and follows is None:
+            sample = generation.spec()
         scores = tuple(
             ScoreSpec(offset=position - start, token_ids=request.scores[position], top=request.top)
             for position in scored
@@ -348,6 +466,7 @@ class Scheduler:
             page_table=sequence.pages.view,
             sample=sample,
             scores=scores,
+            follows=follows,
         )
         return end - start
 
@@ -372,6 +491,9 @@ class Scheduler:
                 return True
             if self.paging.reclaim(missing):
                 continue
+            if self._flights:
+                self._is_short = True
+                return False
             loser = victim(self.config.retraction_policy, self.running, planned) or request
             if loser is request is self.running[0] and planned:
                 return False  # the oldest keeps its pages and waits for the others
@@ -382,6 +504,7 @@ class Scheduler:
 
     def _put_back(self, request: Request) -> None:
         """Retract: the request's pages become cache, and it waits at the head of the queue."""
+        self._drop(request)
         self.running.remove(request)
         request.running = False
         self.paging.let_go(request.sequence, self.step)
@@ -394,7 +517,8 @@ class Scheduler:
         most = self.config.max_running_requests
         if request.score_only or len(self.running) < most:
             return False
-        return sum(not other.score_only for other in self.running) >= most
+        held = self._held if self._flights else ()
+        return sum(not (other.score_only or other.sequence.id in held) for other in self.running) >= most
 
     def _admissible(self, request: Request, awaited: int) -> bool:
         """Whether there is room for the request, and for what everyone running is expected to grow by (`awaited`)."""
@@ -431,6 +555,15 @@ class Scheduler:
         else:
             self.waiting.remove(request)
 
+    def _drop(self, request: Request) -> None:
+        """What flies for a request is not wanted any more: it stands where it stood before."""
+        id = request.sequence.id
+        for flight in self._flights:
+            if flight.requests.get(id) is request:
+                del flight.requests[id]
+                self.paging.take_back(request.sequence, flight.starts[id])
+                request.take_back(max(flight.starts[id], request.prompt_len))
+
     def _finish(self, request: Request) -> None:
         """End a request; `process` takes all that ended out of `running` together."""
         request.done, request.running = True, False
@@ -438,6 +571,7 @@ class Scheduler:
 
     def _settle(self, request: Request) -> None:
         """Count a request that ended and leave its sequence idle, standing on shared pages."""
+        self._drop(request)
         self.stats.add(request.usage())
         if self._on_end is not None:
             self._on_end(request)
@@ -454,6 +588,12 @@ def _take(request: Request, generation: Sampled, row: RowResult) -> None:
     if token_id is not None:
         request.sequence.token_ids.append(token_id)
     request.take_forced(generation.force())
+
+
+def _is_foreseen(request: Request, chunk: Chunk, token_id: int) -> bool:
+    """Whether a request goes on behind a chunk as was planned before its token was known: with that token alone."""
+    sequence = request.sequence
+    return len(sequence) == chunk.end + 1 and sequence.token_ids[-1] == token_id and not request.has_scores_left
 
 
 def _unlocked_pages(node: RadixNode) -> int:

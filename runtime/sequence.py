@@ -109,6 +109,10 @@ class Sampled(Protocol):
     def finished(self) -> bool:
         """Whether nothing more is to be drawn."""
 
+    @property
+    def ends_next(self) -> bool:
+        """Whether the next token is the last, whatever it is."""
+
 
 class ProgramInfo:
     """What the scheduler and the trace know of a program: its number (older ones are smaller), and whether a step has
@@ -239,6 +243,10 @@ class Request:
         self.recomputed_tokens += max(0, min(end, self.accounted) - start)
         self.prefill_tokens += max(0, min(end, self.prompt_len) - max(start, self.accounted))
         self.accounted = max(self.accounted, end)
+
+    def take_back(self, start: int) -> None:
+        """The output token at `start` is computed for nothing: it counts as if it had not been planned."""
+        self.accounted = min(self.accounted, start)
 
     def usage(self) -> Usage:
         """Tokens so far."""

@@ -28,7 +28,7 @@ from sgl.lang.graph import DeltaEvent, DoneEvent, Event, FailedEvent, Graph, Han
 from sgl.runtime.config import ResolvedConfig
 from sgl.runtime.core import EngineCore
 from sgl.runtime.messages import Hello, Submit, ToWorker
-from sgl.runtime.plan import RowResult, SampleSpec, StepPlan, StepResult
+from sgl.runtime.plan import Done, Pending, RowResult, SampleSpec, StepPlan, StepResult
 from sgl.runtime.stats import Stats
 from sgl.runtime.text.tokenizer import Tokenizer
 
@@ -91,7 +91,7 @@ class SimulatedModel:
         """Seconds since the simulation began."""
         return self.now
 
-    def forward(self, plan: StepPlan) -> None:
+    def forward(self, plan: StepPlan, drawn: None = None) -> None:
         """Let the time of a step pass."""
         seconds = self._latency.seconds(plan)
         self.now += seconds
@@ -108,6 +108,10 @@ class SimulatedModel:
             token = self._draw(chunk.sample, masks) if chunk.sample is not None else None
             rows.append(RowResult(sequence=chunk.sequence, token_id=token, logprob=-1.0, scores=scores))
         return StepResult(rows=tuple(rows))
+
+    def start(self, plan: StepPlan, logits: None) -> Pending:
+        """See `StepSampler.start`."""
+        return Done(self.sample(plan, logits))
 
     def _draw(self, spec: SampleSpec, masks: Iterator[Bitmask]) -> int:
         ends = self._output_len is not None and spec.position >= self._output_len(spec)
@@ -189,6 +193,7 @@ class Simulation:
     ) -> None:
         tokenizer = tokenizer or Tokenizer.toy()
         self.model = SimulatedModel(latency or LatencyModel(), tokenizer, output_len)
+        config = msgspec.structs.replace(config, disable_overlap_schedule=True)  # one clock: nothing runs beside it
         self.core = EngineCore(config, tokenizer, self.model, self.model, emit=self._on_event, clock=self.model.clock)
         self._times: dict[int, ProgramTimes] = {}
         self._fragments: dict[int, deque[Graph]] = {}

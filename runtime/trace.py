@@ -12,10 +12,11 @@ counters of pages and of running and waiting requests. Times are microseconds of
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -28,6 +29,15 @@ log = logging.getLogger("sgl.trace")
 
 _ENGINE = 0
 _STEPS = 0
+
+
+class StepTimes(NamedTuple):
+    """When a step's forward began and ended, and when its sampling began and ended, as the host saw it."""
+
+    begin: float
+    forwarded: float
+    sampling: float
+    sampled: float
 
 
 class Tracer:
@@ -52,6 +62,7 @@ class Tracer:
             ) from None
         self._clock = clock
         self._times: list[tuple[float, float]] = []
+        self._last_end = -math.inf
         self._encoder = msgspec.json.Encoder()
         self._named: set[tuple[int, int]] = set()
         self._file.write(b"[")
@@ -69,11 +80,20 @@ class Tracer:
 
         return noting
 
-    def step(self, plan: StepPlan, touched: Sequence[Request], stats: Stats) -> None:
-        """One step that is done, and the requests that got something from it."""
-        (begin, forwarded), (_, sampled) = self._times[-2:]
+    def take_times(self) -> StepTimes:
+        """Those of the two calls that were timed last."""
+        forward, sample = self._times[-2:]
         self._times.clear()
-        end = self._clock()
+        return StepTimes(*forward, *sample)
+
+    def step(self, plan: StepPlan, times: StepTimes, touched: Sequence[Request], stats: Stats) -> None:
+        """One step that is done, and the requests that got something from it.
+
+        Steps that overlap follow each other here: one begins where the one before ended, or where its forward did.
+        """
+        forward_s, sample_s = times.forwarded - times.begin, times.sampled - times.sampling
+        begin, sampled = max(times.begin, self._last_end), max(times.sampled, self._last_end)
+        end = self._last_end = self._clock()
         requests = {request.sequence.id: request for request in touched}
         self._slice(
             _ENGINE,
@@ -85,8 +105,8 @@ class Tracer:
                 "tokens": plan.num_tokens,
                 "chunks": len(plan.chunks),
                 "pairs": plan.num_pairs,
-                "forward_ms": round(1e3 * (forwarded - begin), 3),
-                "sample_ms": round(1e3 * (sampled - forwarded), 3),
+                "forward_ms": round(1e3 * forward_s, 3),
+                "sample_ms": round(1e3 * sample_s, 3),
                 "process_ms": round(1e3 * (end - sampled), 3),
             },
         )

@@ -61,9 +61,9 @@ class _ObservedRunner:
         self._runner = runner
         self._observe = observe
 
-    def forward(self, plan: StepPlan) -> Any:
+    def forward(self, plan: StepPlan, drawn: Any = None) -> Any:
         self._observe(plan)
-        return self._runner.forward(plan)
+        return self._runner.forward(plan, drawn)
 
 
 class _RecordingCore(EngineCore):

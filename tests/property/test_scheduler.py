@@ -31,12 +31,13 @@ ids_of = st.builds(
 
 
 class Drawn:
-    """A generation that draws a fixed token so often."""
+    """A generation that draws a fixed token so often, and knows which is the last unless its length is odd."""
 
     failed: tuple[str, str] | None = None
 
     def __init__(self, length: int) -> None:
         self.left = length
+        self.is_foreseen = length % 2 == 0
 
     def spec(self) -> SampleSpec:
         return SampleSpec(sampling=Sampling(), seed=0, position=0, output_ids=[])
@@ -51,6 +52,10 @@ class Drawn:
     @property
     def finished(self) -> bool:
         return self.left == 0
+
+    @property
+    def ends_next(self) -> bool:
+        return self.left == 1 and self.is_foreseen
 
 
 class Foretold:
@@ -73,6 +78,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.pins: set[int] = set()
         self.num_pins = 0
         self.time = 0.0
+        self.flight: tuple[StepPlan, list[RowResult]] | None = None
 
     @initialize(
         page_size=st.sampled_from([1, 16, 64]),
@@ -82,6 +88,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         retraction=st.sampled_from(["latest", "length", "priority"]),
         chunk=st.sampled_from([3, 16, 100]),
         tokens=st.sampled_from([256, 256, 512]),
+        ahead=st.booleans(),
     )
     def start(
         self,
@@ -92,6 +99,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         retraction: str,
         chunk: int,
         tokens: int,
+        ahead: bool,
     ) -> None:
         config = small_config(
             page_size=page_size,
@@ -110,6 +118,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.scheduler = Scheduler(config, self.stats)
         self.slots = np.full(tokens, -1, dtype=np.int64)
         self.page_size = page_size
+        self.ahead = ahead
 
     # --- commands ---
 
@@ -214,12 +223,25 @@ class SchedulerMachine(RuleBasedStateMachine):
         self._step(fail)
 
     def _step(self, fail: int | None) -> None:
+        if self.flight is not None and not self.scheduler.foresees():
+            self._land()
         plan = self.scheduler.schedule()
         if not plan.chunks:
-            assert not self.scheduler.has_work, "there is work, and nothing is planned"
-            return
+            assert self.flight or not self.scheduler.has_work, "there is work, and nothing is planned"
         self._compute(plan)
-        rows = [self._row(plan, i, failed=i == fail) for i in range(len(plan.chunks))]
+        if self.flight is not None:
+            self._land()
+            plan = self.scheduler.settle(plan)
+        if plan.chunks:
+            self.flight = plan, [self._row(plan, i, failed=i == fail) for i in range(len(plan.chunks))]
+            if not self.ahead:
+                self._land()
+
+    def _land(self) -> None:
+        """Process what flies."""
+        assert self.flight is not None
+        plan, rows = self.flight
+        self.flight = None
         for request in self.scheduler.process(plan, StepResult(rows=tuple(rows))):
             if request.done:
                 self._ended(request)
@@ -229,6 +251,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         """What the core does when a forward raises: those in it end, and nothing of the cache is trusted."""
         if really:
             return
+        if self.flight is not None:
+            self._land()
         plan = self.scheduler.schedule()
         planned = {chunk.sequence for chunk in plan.chunks}
         failed = [request for request in self.requests if request.sequence.id in planned]
@@ -284,7 +308,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if not hasattr(self, "scheduler"):
             return
         for _ in range(3000):
-            if not self.scheduler.has_work:
+            if not self.scheduler.has_work and self.flight is None:
                 break
             self._step(None)
         assert not self.scheduler.has_work, "everything ends"
@@ -330,15 +354,24 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert len(set(targets)) == len(targets)
         self.slots[targets] = self.slots[sources]
         written: dict[int, int] = {}
+        by_id = {sequence.id: sequence for sequence in self._all_sequences()}
         for chunk in plan.chunks:
-            for position, token in zip(range(chunk.start, chunk.end), chunk.token_ids, strict=True):
+            token_ids = [self._drawn()[chunk.follows]] if chunk.follows is not None else chunk.token_ids
+            for position, token in zip(range(chunk.start, chunk.end), token_ids, strict=True):
                 slot = int(chunk.page_table[position // size]) * size + position % size
                 assert written.setdefault(slot, token) == token, "two chunks write different tokens to one slot"
                 self.slots[slot] = token
-        by_id = {sequence.id: sequence for sequence in self._all_sequences()}
         for chunk in plan.chunks:
             expected = by_id[chunk.sequence].token_ids[: chunk.end]
+            if chunk.follows is not None:
+                expected = [*expected, self._drawn()[chunk.follows]]
             assert self._held(chunk.page_table, 0, chunk.end) == expected, "a chunk reads what is not its own"
+
+    def _drawn(self) -> list[int]:
+        """What the step that flies draws."""
+        assert self.flight is not None
+        plan, rows = self.flight
+        return [row.token_id or 0 for chunk, row in zip(plan.chunks, rows, strict=True) if chunk.sample is not None]
 
     def _held(self, pages: np.ndarray, start: int, end: int) -> list[int]:
         positions = np.arange(start, end)

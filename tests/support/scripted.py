@@ -22,7 +22,7 @@ from sgl.limits import DEFAULT_LIMITS, Limits
 from sgl.runtime.config import ResolvedConfig
 from sgl.runtime.core import EngineCore
 from sgl.runtime.faults import FaultPoints, parse_faults
-from sgl.runtime.plan import StepPlan
+from sgl.runtime.plan import UNKNOWN, StepPlan
 from sgl.runtime.processors import BUILT_IN, LogitProcessor
 from sgl.runtime.sampler import Sampler
 from sgl.runtime.text.tokenizer import Tokenizer
@@ -63,13 +63,18 @@ class ScriptedRunner:
         self.nan_sequences: set[int] = set()
         self.plans: list[StepPlan] = []
 
-    def forward(self, plan: StepPlan) -> torch.Tensor:
+    def forward(self, plan: StepPlan, drawn: torch.Tensor | None = None) -> torch.Tensor:
         self.plans.append(plan)
         if self.hook is not None:
             self.hook(plan)
         self._copy(plan)
         for chunk in plan.chunks:
-            self.slots[self._slots(chunk.page_table, chunk.start, chunk.end)] = chunk.token_ids
+            token_ids = chunk.token_ids
+            if chunk.follows is not None:
+                assert token_ids == [UNKNOWN]
+                assert drawn is not None
+                token_ids = [int(drawn[chunk.follows])]
+            self.slots[self._slots(chunk.page_table, chunk.start, chunk.end)] = token_ids
         rows = []
         for chunk in plan.chunks:
             context = self.slots[self._slots(chunk.page_table, 0, chunk.end)]
@@ -122,6 +127,8 @@ class Rig:
     """
 
     tokenizer = Tokenizer.toy()
+    overlaps: ClassVar[bool] = False
+    """Whether the steps of rigs overlap; a fixture may change it."""
     alive: ClassVar[weakref.WeakSet[Rig]] = weakref.WeakSet()
     """Every rig of the running test: the check after it looks at their laws."""
 
@@ -134,7 +141,7 @@ class Rig:
         **changes: object,
     ) -> None:
         self.alive.add(self)
-        config = small_config(limits=limits, **changes)
+        config = small_config(**{"limits": limits, "disable_overlap_schedule": not self.overlaps, **changes})
         self.runner = ScriptedRunner(config.num_pages, config.page_size, hook)
         self.time = 0.0
         self.events: dict[int, list[Event]] = {}

@@ -39,6 +39,13 @@ from sgl.runtime.branch import Branch
 from sgl.runtime.program_run import ProgramRun
 
 
+@pytest.fixture(autouse=True, params=[False, True], ids=["plain", "overlap"])
+def overlaps(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Every test here holds for steps one after another and for steps that overlap."""
+    monkeypatch.setattr(Rig, "overlaps", request.param)
+    return bool(request.param)
+
+
 def gen(id: int, branch: int = 0, n: int = 6, name: str = "x", **sampling: object) -> Gen:
     fields = {"max_new_tokens": n, "temperature": 0.0, **sampling}
     return Gen(id=id, branch=branch, name=name, sampling=Sampling(**fields))

@@ -99,6 +99,6 @@ def test_a_full_disk_ends_the_trace_and_nothing_else(caplog: pytest.LogCaptureFi
     for _ in range(3):
         phase(plan)
         phase(plan)
-        tracer.step(plan, [], Stats())
+        tracer.step(plan, tracer.take_times(), [], Stats())
     tracer.close()
     assert [record.message.partition(":")[0] for record in caplog.records] == ["trace_file is switched off"]
