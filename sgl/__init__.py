@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from sgl.lang.api.anthropic import Anthropic
     from sgl.lang.api.litellm import LiteLLM
     from sgl.lang.api.openai import OpenAI
+    from sgl.lang.api.remote import RemoteEngine
     from sgl.lang.async_state import AsyncProgramState
     from sgl.lang.backend import Backend
     from sgl.lang.batch import Batch
@@ -65,6 +66,7 @@ _HOME = {
     "sgl.lang.api.anthropic": ("Anthropic",),
     "sgl.lang.api.litellm": ("LiteLLM",),
     "sgl.lang.api.openai": ("OpenAI",),
+    "sgl.lang.api.remote": ("RemoteEngine",),
     "sgl.lang.choices": (
         "ChoicesSamplingMethod",
         "greedy_token_selection",
@@ -119,6 +121,7 @@ __all__ = [
     "ProgramState",
     "ProgramStateGroup",
     "Recorder",
+    "RemoteEngine",
     "Replay",
     "SglFunction",
     "StreamEvent",

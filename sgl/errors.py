@@ -19,6 +19,12 @@ back on the other side. Standard library and msgspec only, so that every room ma
     |   +-- NeverFits                    larger than the whole KV pool
     |   +-- PinBudgetExceeded            both numbers are in the message
     |   +-- EngineBusy                   it asks for an idle engine
+    |   +-- Unauthorized            401  no key, or a wrong one
+    |   +-- Forbidden               403  the key may not do this
+    |   +-- NotFound                404  no such route or object
+    |   +-- MethodNotAllowed        405
+    |   +-- BodyTimeout             408
+    |   +-- BodyTooLarge            413
     |   +-- Unsupported             501  this backend cannot execute that node
     +-- ConfigError                 400  engine fields, flags, environment
     +-- ModelError                  500  a model cannot be used
@@ -31,6 +37,8 @@ back on the other side. Standard library and msgspec only, so that every room ma
     +-- Overloaded                  503
     |   +-- QueueFull               429
     |   +-- QueueTimeout            503
+    |   +-- Draining                503  the server ends, and takes nothing new
+    |   +-- SlowReader              503  a stream that its client does not read
     +-- StateLost                   410  a state handle that is expired or belongs to another engine
     +-- Cancelled                   499  the caller (or the end of its program) cancelled it
     +-- DeadlineExceeded            504
@@ -221,6 +229,48 @@ class EngineBusy(InvalidRequest):
     code = "engine_busy"
 
 
+class Unauthorized(InvalidRequest):
+    """No API key, or a wrong one."""
+
+    code = "invalid_api_key"
+    status = 401
+
+
+class Forbidden(InvalidRequest):
+    """The API key is right and may not do this."""
+
+    code = "forbidden"
+    status = 403
+
+
+class NotFound(InvalidRequest):
+    """No such route or object."""
+
+    code = "not_found"
+    status = 404
+
+
+class MethodNotAllowed(InvalidRequest):
+    """The route exists and takes other methods."""
+
+    code = "method_not_allowed"
+    status = 405
+
+
+class BodyTimeout(InvalidRequest):
+    """The body of a request did not come in time."""
+
+    code = "body_timeout"
+    status = 408
+
+
+class BodyTooLarge(InvalidRequest):
+    """The body of a request is over the server's `max_body_bytes`."""
+
+    code = "body_too_large"
+    status = 413
+
+
 class Unsupported(InvalidRequest):
     """This backend cannot execute that node or option."""
 
@@ -299,6 +349,18 @@ class QueueTimeout(Overloaded):
     """The request waited longer than allowed without being started."""
 
     code = "queue_timeout"
+
+
+class Draining(Overloaded):
+    """The server is ending and takes nothing new."""
+
+    code = "draining"
+
+
+class SlowReader(Overloaded):
+    """A client that does not read its stream; its request was aborted."""
+
+    code = "slow_reader"
 
 
 class StateLost(SglError):

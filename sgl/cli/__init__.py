@@ -1,4 +1,4 @@
-"""The command line: `sgl run | trace | explain | pull | list | doctor | bench`.
+"""The command line: `sgl run | serve | trace | explain | pull | list | doctor | bench`.
 
 Owns the commands and their flags (those of `bench` are in `sgl.cli.bench`); the work is done by `sgl.cli.program`,
 `sgl.doctor`, `sgl.bench` and the loader. What is heavy is imported inside a command, so that `sgl --help` answers at
@@ -21,6 +21,7 @@ from sgl.cli.bench import bench
 from sgl.cli.console import FAILED, Json, bytes_text, download_bar, guarded, say, show_json, show_table
 from sgl.cli.explain import explain
 from sgl.cli.options import engine_options
+from sgl.cli.serve import serve
 from sgl.environment import export
 from sgl.errors import SglError
 from sgl.runtime.config import EngineConfig, config_from_mapping
@@ -138,6 +139,7 @@ def _lost_traces() -> Iterator[list[str]]:
 
 
 app.command(context_settings={"allow_interspersed_args": False, "ignore_unknown_options": False})(explain)
+app.command()(serve)
 
 
 @app.command()

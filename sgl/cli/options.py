@@ -1,9 +1,9 @@
-"""Command-line flags made from the fields of `EngineConfig`, so that no flag, default or help text is written twice.
+"""Command-line flags made from the fields of a configuration, so that no flag, default or help text is written twice.
 
-`engine_options` adds one keyword-only parameter per field to a command's signature, where typer finds it. A flag that
-was not given is `None` and is left out of what the command receives, unless the environment has it (`SGL_<OPTION>`):
-defaults stay with `EngineConfig`. Values are checked by `config_from_mapping`, which refuses with a `ConfigError`;
-typer only parses them. A field that is a tuple is a flag that may be repeated.
+`engine_options` and `server_options` add one keyword-only parameter per field to a command's signature, where typer
+finds it. A flag that was not given is `None` and is left out of what the command receives, unless the environment has
+it (`SGL_<OPTION>`): defaults stay with the configuration. Values are checked where it is made, which refuses with a
+`ConfigError`; typer only parses them. A field that is a tuple is a flag that may be repeated.
 """
 
 from __future__ import annotations
@@ -19,8 +19,6 @@ import typer
 
 from sgl.environment import variable_of, with_environment
 from sgl.runtime.config import EngineConfig
-
-PANEL = "Engine"
 
 
 def flag_of(field: str) -> str:
@@ -49,11 +47,11 @@ def _description(annotation: Any) -> str:
     return next((m.description for m in get_args(annotation) if isinstance(m, msgspec.Meta) and m.description), "")
 
 
-def engine_parameters() -> list[inspect.Parameter]:
-    """One optional parameter per field of `EngineConfig`, as typer wants them."""
-    hints = get_type_hints(EngineConfig, include_extras=True)
+def parameters_of(config: type[msgspec.Struct], panel: str) -> list[inspect.Parameter]:
+    """One optional parameter per field of a configuration, as typer wants them."""
+    hints = get_type_hints(config, include_extras=True)
     parameters = []
-    for field in msgspec.structs.fields(EngineConfig):
+    for field in msgspec.structs.fields(config):
         kind = _plain(hints[field.name])
         default = _default_text(field.default)
         names = [flag_of(field.name)]
@@ -61,12 +59,12 @@ def engine_parameters() -> list[inspect.Parameter]:
             names = [f"{names[0]}/--no-{names[0][2:]}"]
             default = "on" if field.default else "off"
         elif get_origin(kind) not in (Literal, list) and kind not in (int, float, str):
-            raise TypeError(f"engine field {field.name} is {kind}; teach sgl.cli.options to parse it")
+            raise TypeError(f"field {field.name} is {kind}; teach sgl.cli.options to parse it")
         option = typer.Option(
             *names,
             help=f"{_description(hints[field.name])} [default: {default}; {variable_of(field.name)}]",
             show_default=False,
-            rich_help_panel=PANEL,
+            rich_help_panel=panel,
         )
         parameters.append(
             inspect.Parameter(
@@ -85,23 +83,37 @@ def _default_text(default: Any) -> str:
 def engine_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Decorator: `command(..., engine: Mapping[str, Any])` gets as `engine` the options that were given as flags or in
     the environment."""
+    return config_options(command, "engine", EngineConfig, "Engine")
+
+
+def server_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorator: `command(..., server: Mapping[str, Any])`, as `engine_options`."""
+    from sgl.server.config import ServerConfig
+
+    return config_options(command, "server", ServerConfig, "Server")
+
+
+def config_options(
+    command: Callable[..., Any], name: str, config: type[msgspec.Struct], panel: str
+) -> Callable[..., Any]:
+    """A command whose parameter `name` is a mapping, with flags in its place."""
     signature = inspect.signature(command, eval_str=True)
-    own = [parameter for name, parameter in signature.parameters.items() if name != "engine"]
-    extra = engine_parameters()
+    own = [parameter for each, parameter in signature.parameters.items() if each != name]
+    extra = parameters_of(config, panel)
     fields = {parameter.name for parameter in extra}
     if clash := fields & {parameter.name for parameter in own}:
         raise TypeError(f"{command.__name__} already has parameters named {sorted(clash)}")
 
     @wraps(command)
-    def with_engine(*args: Any, **kwargs: Any) -> Any:
-        flags = {name: value for name, value in kwargs.items() if name in fields and value not in (None, [])}
-        for name, value in flags.items():
+    def with_config(*args: Any, **kwargs: Any) -> Any:
+        flags = {each: value for each, value in kwargs.items() if each in fields and value not in (None, [])}
+        for each, value in flags.items():
             if isinstance(value, list):
-                flags[name] = tuple(value)
-        engine = with_environment(flags, EngineConfig)
-        rest = {name: value for name, value in kwargs.items() if name not in fields}
-        return command(*args, engine=engine, **rest)
+                flags[each] = tuple(value)
+        given = {name: with_environment(flags, config)}
+        rest = {each: value for each, value in kwargs.items() if each not in fields}
+        return command(*args, **given, **rest)
 
-    with_engine.__signature__ = signature.replace(parameters=[*own, *extra])  # type: ignore[attr-defined]
-    with_engine.__annotations__ = {p.name: p.annotation for p in (*own, *extra)}
-    return with_engine
+    with_config.__signature__ = signature.replace(parameters=[*own, *extra])  # type: ignore[attr-defined]
+    with_config.__annotations__ = {p.name: p.annotation for p in (*own, *extra)}
+    return with_config

@@ -13,7 +13,7 @@ import pytest
 
 import sgl
 from sgl.cli import main
-from sgl.cli.options import engine_parameters, flag_of
+from sgl.cli.options import flag_of, parameters_of
 from sgl.runtime.config import EngineConfig, config_from_mapping
 
 
@@ -86,11 +86,11 @@ def test_flags_are_the_fields_of_engine_config(command: Command) -> None:
     text = command("run", "--help").out
     for field in EngineConfig.__struct_fields__:
         assert flag_of(field) in text
-    assert [parameter.name for parameter in engine_parameters()] == list(EngineConfig.__struct_fields__)
+    assert [parameter.name for parameter in parameters_of(EngineConfig, "Engine")] == list(EngineConfig.__struct_fields__)
 
 
 def test_flag_that_is_not_given_stays_with_the_config() -> None:
-    assert all(parameter.default is None for parameter in engine_parameters())
+    assert all(parameter.default is None for parameter in parameters_of(EngineConfig, "Engine"))
     assert config_from_mapping({}) == EngineConfig()
 
 

@@ -1,0 +1,73 @@
+"""Errors as HTTP answers: status, headers, and a body in the shape that the caller's client knows.
+
+Owns the translation from `SglError` to OpenAI's `{"error": {message, type, param, code}}`. What is not one of ours
+becomes an `InternalError` whose text says nothing of the inside: its log line has the traceback under the request's id.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from starlette.responses import Response
+
+from sgl.errors import BodyTimeout, BodyTooLarge, EngineDead, InternalError, Overloaded, SglError, Unauthorized
+
+RETRY_AFTER_S = 1
+"""Told to clients that were turned away: a queue of one step's length is gone by then."""
+
+
+def error_type(status: int) -> str:
+    """The `type` that OpenAI's API gives errors of a status."""
+    named = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
+    return named.get(status, "invalid_request_error" if status < 500 else "server_error")
+
+
+def error_body(error: SglError, **more: Any) -> dict[str, Any]:
+    """`{"error": {...}}`; `hint` is part of the message, and `details` are named facts as `pointer`."""
+    message = f"{error.message} ({error.hint})" if error.hint else error.message
+    details = {name: value for name, value in error.details.items() if name != "param"}
+    body: dict[str, Any] = {
+        "message": message,
+        "type": error_type(error.status),
+        "param": error.details.get("param"),
+        "code": error.code,
+        **({"details": details} if details else {}),
+        **more,
+    }
+    return {"error": body}
+
+
+def error_response(error: SglError) -> Response:
+    """The answer to a request that failed before anything was sent."""
+    headers = {}
+    if isinstance(error, (Overloaded, EngineDead)):
+        headers["Retry-After"] = str(RETRY_AFTER_S)
+    if isinstance(error, Unauthorized):
+        headers["WWW-Authenticate"] = "Bearer"
+    if isinstance(error, (BodyTooLarge, BodyTimeout)):
+        headers["Connection"] = "close"  # the rest of the body is not read
+    return Response(encode(error_body(error)), error.status, headers, "application/json")
+
+
+def internal(request_id: str) -> InternalError:
+    """What a client is told of a bug."""
+    return InternalError("the server failed on this request", hint=f"its log says more under request id {request_id}")
+
+
+def encode(value: Any) -> bytes:
+    """JSON; text with lone surrogates is written with U+FFFD in their place."""
+    try:
+        return msgspec.json.encode(value)
+    except UnicodeEncodeError:
+        return msgspec.json.encode(_clean(msgspec.to_builtins(value)))
+
+
+def _clean(value: Any) -> Any:
+    if isinstance(value, str):
+        return value.encode("utf-8", "replace").decode()
+    if isinstance(value, dict):
+        return {_clean(key): _clean(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_clean(each) for each in value]
+    return value

@@ -1,0 +1,143 @@
+"""Prometheus metrics under the names that users of vLLM and SGLang have in their dashboards.
+
+Owns one registry per server: histograms that the server observes, and what the engine counts, read at each scrape.
+Counters stand for what can be summed (a hit rate is two of them, divided where they are read).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from sgl.lang.graph import DeltaEvent, DoneEvent, Event, FailedEvent, ValueEvent
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+_LATENCIES = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+_TOKEN_LATENCIES = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 1, 2.5)
+
+_COUNTERS = {
+    "vllm:prompt_tokens": ("prompt_tokens", "Prompt tokens."),
+    "vllm:generation_tokens": ("output_tokens", "Output tokens, forced ones included."),
+    "vllm:prefix_cache_queries": ("prompt_tokens", "Prompt tokens looked up in the prefix cache."),
+    "vllm:prefix_cache_hits": ("cached_tokens", "Prompt tokens found in the prefix cache."),
+    "vllm:num_preemptions": ("retractions", "Running sequences put back because the pool was full."),
+    "sglang:prompt_tokens": ("prompt_tokens", "Prompt tokens."),
+    "sglang:generation_tokens": ("output_tokens", "Output tokens, forced ones included."),
+    "sglang:cached_tokens": ("cached_tokens", "Prompt tokens found in the prefix cache."),
+    "sgl:forwards": ("forwards", "Model steps."),
+    "sgl:forced_tokens": ("forced_tokens", "Output tokens appended without sampling."),
+    "sgl:accepted_tokens": ("accepted_tokens", "Drafted tokens that were kept."),
+    "sgl:drafted_tokens": ("drafted_tokens", "Tokens that speculation proposed."),
+    "sgl:programs": ("programs", "Programs opened."),
+}
+_GAUGES = {
+    "vllm:num_requests_running": ("num_running", "Sequences in the batch."),
+    "vllm:num_requests_waiting": ("num_waiting", "Sequences before it."),
+    "vllm:kv_cache_usage_perc": ("usage", "Share of the pool's pages that are held (1 is all)."),
+    "sglang:num_running_reqs": ("num_running", "Sequences in the batch."),
+    "sglang:num_queue_reqs": ("num_waiting", "Sequences before it."),
+    "sglang:token_usage": ("usage", "Share of the pool's pages that are held (1 is all)."),
+    "sgl:num_programs": ("num_programs", "Open programs."),
+}
+
+
+class Metrics:
+    """The metrics of one server; `model` is their label `model_name`."""
+
+    def __init__(self, model: str) -> None:
+        self._model = model
+        self.registry = CollectorRegistry()
+        self._engine = _EngineStats(model)
+        self.registry.register(self._engine)
+        self._first = self._histograms("time_to_first_token_seconds", "Until the first output.", _LATENCIES)
+        self._between = self._histograms("inter_token_latency_seconds", "Between outputs.", _TOKEN_LATENCIES)
+        self._whole = self._histograms("e2e_request_latency_seconds", "From arrival to the end.", _LATENCIES)
+        self._requests = Counter(
+            "sgl:http_requests", "Answers by path and status.", ("path", "status"), registry=self.registry
+        )
+        self._aborted = Counter(
+            "sglang:num_aborted_requests", "Programs that failed or were cancelled.", ("model_name",),
+            registry=self.registry,
+        ).labels(model)  # fmt: skip
+
+    def _histograms(self, name: str, text: str, buckets: tuple[float, ...]) -> list[Histogram]:
+        return [
+            Histogram(f"{prefix}:{name}", text, ("model_name",), buckets=buckets, registry=self.registry).labels(
+                self._model
+            )
+            for prefix in ("vllm", "sglang")
+        ]
+
+    def answered(self, path: str, status: int) -> None:
+        """A request was answered; `path` is that of its route."""
+        self._requests.labels(path, str(status)).inc()
+
+    def watch(self) -> Watch:
+        """Observes a program that starts now."""
+        return Watch(self)
+
+    def text(self, stats: Mapping[str, Any]) -> bytes:
+        """All of it in Prometheus' text format, with the engine's counters."""
+        self._engine.stats = stats
+        return generate_latest(self.registry)
+
+
+class Watch:
+    """Times the outputs of one program."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+        self._start = self._last = time.monotonic()
+        self._any = False
+
+    def see(self, event: Event) -> None:
+        """An event came."""
+        now = time.monotonic()
+        match event:
+            case DeltaEvent() | ValueEvent():
+                if not self._any:
+                    self._any = True
+                    _observe(self._metrics._first, now - self._start)
+                elif isinstance(event, DeltaEvent):
+                    num = max(len(event.token_ids), 1)
+                    _observe(self._metrics._between, (now - self._last) / num, num)
+                self._last = now
+            case DoneEvent():
+                _observe(self._metrics._whole, now - self._start)
+            case FailedEvent():
+                self._metrics._aborted.inc()
+            case _:
+                pass
+
+
+def _observe(histograms: list[Histogram], seconds: float, times: int = 1) -> None:
+    for histogram in histograms:
+        for _ in range(times):
+            histogram.observe(seconds)
+
+
+class _EngineStats(Collector):
+    """The engine's counters and gauges, as they were handed over last."""
+
+    def __init__(self, model: str) -> None:
+        self.stats: Mapping[str, Any] = {}
+        self._model = model
+
+    def collect(self) -> Iterator[Metric]:
+        """One family for each known name."""
+        stats = dict(self.stats)
+        if not stats:
+            return
+        stats["output_tokens"] = stats["decode_tokens"] + stats["forced_tokens"]
+        stats["usage"] = stats["pages_held"] / max(stats["pages_total"], 1)
+        for families, kind in ((_COUNTERS, CounterMetricFamily), (_GAUGES, GaugeMetricFamily)):
+            for name, (field, text) in families.items():
+                family = kind(name, text, labels=("model_name",))
+                family.add_metric((self._model,), stats[field])
+                yield family

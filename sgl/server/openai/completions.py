@@ -1,0 +1,241 @@
+"""`POST /v1/completions`: prompts in, texts out, with the log-probabilities that evaluation harnesses read.
+
+Owns the translation of prompts (texts or token ids, one or many) into programs, one for each prompt, and of their
+events into OpenAI's objects. Choices are numbered prompt by prompt, sample by sample.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from sgl.errors import EmptyPrompt, InvalidParameter, Unsupported
+from sgl.lang.graph import (
+    DeltaEvent,
+    Gen,
+    Graph,
+    LiteralText,
+    ProgramOptions,
+    Sampling,
+    Text,
+    Tokens,
+    ValueEvent,
+    lower_samples,
+)
+from sgl.limits import DEFAULT_LIMITS
+from sgl.runtime.rendering import ModelRenderer
+from sgl.server.call import Call, Server, new_id
+from sgl.server.openai.logprobs import text_logprobs
+from sgl.server.openai.sampling import constraint_in, sampling_of
+from sgl.server.openai.types import CompletionRequest
+from sgl.server.openai.usage import finish_reason, usage_of
+from sgl.server.routes import Routes
+from sgl.server.running import Running, merged
+
+routes = Routes()
+
+MAX_PROMPTS = 1024
+"""Prompts of one request: each is a program."""
+
+
+@dataclass
+class Sample:
+    """One choice: where it comes from, and its value once it is there."""
+
+    index: int
+    prompt: str
+    value: ValueEvent | None = None
+    length: int = 0
+    told: bool = False
+
+
+@routes.post("/v1/completions", "user", CompletionRequest)
+async def completions(call: Call, body: CompletionRequest) -> Any:
+    """Continue texts."""
+    await call.server.check_model(body.model)
+    call.name(body.rid)
+    if body.suffix:
+        raise Unsupported("suffix is not served", hint="leave it out", param="suffix")
+    prompts = prompts_of(body.prompt)
+    sampling = sampling_of(call, body)
+    if body.echo and sampling.return_logprob:
+        sampling = msgspec.structs.replace(sampling, logprob_start_len=0)
+    if len(prompts) * sampling.n > MAX_PROMPTS:
+        raise InvalidParameter(
+            f"{len(prompts)} prompts with n={sampling.n}; at most {MAX_PROMPTS} samples are allowed",
+            hint="send several requests",
+            param="prompt",
+        )
+    renderer = await call.server.renderer() if body.echo or sampling.return_logprob else None
+    constraint = constraint_in(body)
+    options = ProgramOptions(
+        name="completion",
+        stream=body.stream,
+        want_text=False,
+        priority=body.priority or 0,
+        deadline_s=body.deadline_s,
+        cache_salt=call.salt(body.cache_salt),
+    )
+    graphs = [_graph(prompt, sampling, constraint) for prompt in prompts]
+    programs = [call.start(graph, options) for graph in graphs]
+    samples = _samples(prompts, graphs, renderer if body.echo else None)
+    if body.stream:
+        include = body.stream_options is not None and body.stream_options.include_usage
+        return call.stream(_chunks(call.server, programs, samples, renderer, include))
+    return await call.while_connected(_whole(call.server, programs, samples, sampling, renderer))
+
+
+def prompts_of(given: Any) -> list[str | tuple[int, ...]]:
+    """The prompts of a request.
+
+    Raises:
+        EmptyPrompt: none, or an empty one.
+        InvalidParameter: something that is no text and no token id.
+
+    Example:
+        >>> prompts_of("a"), prompts_of([1, 2]), prompts_of(["a", "b"])
+        (['a'], [(1, 2)], ['a', 'b'])
+    """
+    if isinstance(given, str) or (given and isinstance(given[0], int)):
+        given = [given]
+    prompts: list[str | tuple[int, ...]] = []
+    for each in given:
+        if not isinstance(each, (str, list)):
+            raise InvalidParameter(
+                "prompt mixes texts, token ids and lists of them", hint="give one kind", param="prompt"
+            )
+        prompts.append(each if isinstance(each, str) else tuple(each))
+    if not prompts or any(len(each) == 0 for each in prompts):
+        raise EmptyPrompt("a prompt is empty", hint="pass some text, or at least one token id", param="prompt")
+    for prompt in prompts:
+        wrong = () if isinstance(prompt, str) else [each for each in prompt if not _is_id(each)]
+        if wrong:
+            raise InvalidParameter(f"prompt has {wrong[0]!r}; expected token ids from 0 on", param="prompt")
+    size = sum(len(each) for each in prompts)
+    if size > DEFAULT_LIMITS.max_call_tokens:
+        raise InvalidParameter(f"prompts of {size} tokens or characters in one request", param="prompt")
+    return prompts
+
+
+def _is_id(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**31
+
+
+def _graph(prompt: str | tuple[int, ...], sampling: Sampling, constraint: Any) -> Graph:
+    first = Text(id=0, segments=(LiteralText(prompt),)) if isinstance(prompt, str) else Tokens(id=0, token_ids=prompt)
+    gen = Gen(id=1, name="text", sampling=sampling, constraint=constraint)
+    return Graph(nodes=(first, *([gen] if sampling.n == 1 else lower_samples(gen, range(1, sampling.n + 1)))))
+
+
+def _samples(
+    prompts: Sequence[str | tuple[int, ...]], graphs: Sequence[Graph], echo: ModelRenderer | None
+) -> list[dict[int, Sample]]:
+    """Of each program, its samples by node."""
+    found: list[dict[int, Sample]] = []
+    index = 0
+    for prompt, graph in zip(prompts, graphs, strict=True):
+        text = ""
+        if echo is not None:
+            text = prompt if isinstance(prompt, str) else echo.tokenizer.decode(prompt, skip_special_tokens=False)
+        own: dict[int, Sample] = {}
+        for node in graph.nodes:
+            if isinstance(node, Gen):
+                own[node.id] = Sample(index, text)
+                index += 1
+        found.append(own)
+    return found
+
+
+async def _whole(
+    server: Server,
+    programs: Sequence[Running],
+    samples: Sequence[dict[int, Sample]],
+    sampling: Sampling,
+    renderer: ModelRenderer | None,
+) -> dict[str, Any]:
+    async for index, event in merged(programs):
+        if isinstance(event, ValueEvent):
+            samples[index][event.node].value = event
+    choices = [
+        _choice(sample, sample.value, renderer if sampling.return_logprob else None)
+        for own in samples
+        for sample in own.values()
+        if sample.value is not None
+    ]
+    return {
+        "id": new_id("cmpl"),
+        "object": "text_completion",
+        "created": server.created,
+        "model": server.model,
+        "choices": choices,
+        "usage": _usage(samples),
+    }
+
+
+def _choice(sample: Sample, value: ValueEvent, renderer: ModelRenderer | None) -> dict[str, Any]:
+    choice: dict[str, Any] = {
+        "index": sample.index,
+        "text": sample.prompt + value.value,
+        "logprobs": None,
+        "finish_reason": finish_reason(value),
+    }
+    if renderer is not None:
+        offset = 0 if value.prompt_logprobs else len(sample.prompt)
+        choice["logprobs"] = text_logprobs([*value.prompt_logprobs, *value.logprobs], renderer, offset)
+    if value.matched is not None:
+        choice["matched_stop"] = value.matched
+    return choice
+
+
+def _usage(samples: Sequence[dict[int, Sample]]) -> dict[str, Any]:
+    """Of all programs; the samples of one share its prompt."""
+    values = [[sample.value for sample in own.values() if sample.value is not None] for own in samples]
+    firsts = [own[0].usage for own in values if own]
+    return usage_of(
+        prompt=sum(usage.prompt_tokens for usage in firsts),
+        cached=sum(usage.cached_tokens for usage in firsts),
+        completion=sum(value.usage.completion_tokens for own in values for value in own),
+    )
+
+
+async def _chunks(
+    server: Server,
+    programs: Sequence[Running],
+    samples: Sequence[dict[int, Sample]],
+    renderer: ModelRenderer | None,
+    include_usage: bool,
+) -> AsyncGenerator[dict[str, Any], None]:
+    head = {"id": new_id("cmpl"), "object": "text_completion", "created": server.created, "model": server.model}
+
+    def chunk(sample: Sample, text: str, logprobs: Any = None, **more: Any) -> dict[str, Any]:
+        if not sample.told:
+            sample.told = True
+            text = sample.prompt + text
+        choice = {"index": sample.index, "text": text, "logprobs": logprobs, "finish_reason": None, **more}
+        return {**head, "choices": [choice], **({"usage": None} if include_usage else {})}
+
+    async for index, event in merged(programs):
+        match event:
+            case DeltaEvent():
+                sample = samples[index][event.node]
+                offset = len(sample.prompt) + sample.length
+                sample.length += len(event.text)
+                logprobs = (
+                    text_logprobs(event.logprobs, renderer, offset) if renderer is not None and event.logprobs else None
+                )
+                if event.text or logprobs is not None:
+                    yield chunk(sample, event.text, logprobs)
+            case ValueEvent():
+                sample = samples[index][event.node]
+                sample.value = event
+                ending = {"finish_reason": finish_reason(event)}
+                if event.matched is not None:
+                    ending["matched_stop"] = str(event.matched)
+                yield chunk(sample, event.value[sample.length :], **ending)
+            case _:
+                pass
+    if include_usage:
+        yield {**head, "choices": [], "usage": _usage(samples)}

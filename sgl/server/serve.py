@@ -1,0 +1,166 @@
+"""The server's process: engine, application, signals, drain, exit status.
+
+Owns the order of starting up (engine, a warm-up token, socket, ready line) and of ending. The first SIGTERM or Ctrl-C
+begins the drain: not ready, new requests are answered 503, running ones go on for at most `drain` seconds. A second one
+ends at once. A worker that dies ends the server with status 1, after its streams were told.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import socket
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from uvicorn import Server as UvicornServer
+
+from sgl.errors import ConfigError
+from sgl.runtime.engine import Engine
+from sgl.server.app import create_app
+from sgl.server.call import Server
+from sgl.server.config import ServerConfig, effective
+from sgl.server.transport import uvicorn_config
+
+log = logging.getLogger("sgl.server")
+
+_WATCH_S = 0.5
+"""Between two looks at the worker."""
+
+
+def serve(config: ServerConfig, engine_fields: Mapping[str, Any], say: Callable[[str], None]) -> int:
+    """Serve until a signal ends it; the exit status.
+
+    Args:
+        say: shows a line to the person who started it.
+
+    Raises:
+        ConfigError: the address cannot be listened on.
+        SglError: the engine cannot start.
+    """
+    listener = _listen(config)
+    try:
+        with Engine(**engine_fields) as engine:
+            engine.generate(input_ids=[0], sampling_params={"max_new_tokens": 1, "ignore_eos": True})
+            server = Server(engine, config)
+            for line in _told(server, listener):
+                say(line)
+            return asyncio.run(_run(server, listener, say))
+    finally:
+        if listener is not None:
+            listener.close()
+
+
+def _listen(config: ServerConfig) -> socket.socket | None:
+    """The socket, taken before the model is loaded: a port that is in use is known at once. None for a unix socket."""
+    if config.uds is not None:
+        return None
+    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    listener = socket.socket(family)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((config.host, config.port))
+    except OSError as error:
+        listener.close()
+        raise ConfigError(
+            f"cannot listen on {config.host}:{config.port}: {error.strerror or error}",
+            hint="choose another --port (0 takes a free one)",
+            param="port",
+        ) from None
+    return listener
+
+
+def _told(server: Server, listener: socket.socket | None) -> list[str]:
+    """What is said before the ready line."""
+    config = server.config
+    lines = []
+    if not config.on_loopback and not config.api_key:
+        lines.append(f"warning: {config.host} is open to the network, and there is no --api-key")
+    shown = {name: value for name, value in effective(config).items() if value not in ((), None)}
+    log.info("server config: %s", shown)
+    where = config.uds or _url(config, listener)
+    lines.append(f"sgl is ready: {server.model} on {where}")
+    return lines
+
+
+def _url(config: ServerConfig, listener: socket.socket | None) -> str:
+    port = listener.getsockname()[1] if listener is not None else config.port
+    host = f"[{config.host}]" if ":" in config.host else config.host
+    return f"http://{host}:{port}"
+
+
+class _Uvicorn(UvicornServer):
+    """uvicorn without its own signal handling: the drain is ours."""
+
+    def capture_signals(self) -> Any:
+        """Nothing is captured."""
+        from contextlib import nullcontext
+
+        return nullcontext()
+
+
+async def _run(server: Server, listener: socket.socket | None, say: Callable[[str], None]) -> int:
+    web = _Uvicorn(uvicorn_config(create_app(server), server.config))
+    loop = asyncio.get_running_loop()
+    stop = asyncio.Event()
+    signals = 0
+
+    def on_signal() -> None:
+        nonlocal signals
+        signals += 1
+        stop.set()
+        if signals > 1:
+            web.force_exit = True
+            server.abort_all()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal)
+    serving = asyncio.create_task(web.serve(sockets=[listener] if listener is not None else None))
+    died = asyncio.create_task(_worker_death(server))
+    stopped = asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait({serving, died, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        status = 0
+        if died.done():
+            say("error: the engine's worker ended; the server ends, too")
+            status = 1
+        server.draining = True
+        if stopped.done() and server.num_running:
+            say(f"sgl ends: {server.num_running} requests may take {server.config.drain:g} s more")
+        await _drain(server, lambda: signals > 1 or died.done())
+        web.should_exit = True
+        server.abort_all()
+        try:
+            await asyncio.wait_for(asyncio.shield(serving), 5.0)
+        except TimeoutError:
+            web.force_exit = True
+            await serving
+        return status
+    finally:
+        for task in (died, stopped):
+            task.cancel()
+
+
+async def _drain(server: Server, is_urgent: Callable[[], bool]) -> None:
+    """Wait until nothing runs, for at most `drain` seconds."""
+    deadline = asyncio.get_running_loop().time() + server.config.drain
+    while server.num_running and not is_urgent() and asyncio.get_running_loop().time() < deadline:
+        await asyncio.sleep(0.05)
+
+
+async def _worker_death(server: Server) -> None:
+    while server.engine.alive:
+        await asyncio.sleep(_WATCH_S)
+
+
+def logging_to_stderr(level: str) -> None:
+    """Show the server's log lines, for a process that is a server and nothing else."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    for name in ("sgl.server", "uvicorn.error"):
+        logger = logging.getLogger(name)
+        logger.addHandler(handler)
+        logger.setLevel(level.upper() if name == "sgl.server" else "WARNING")
+        logger.propagate = False
