@@ -25,10 +25,13 @@ def apply_bitmask(logits_BV: torch.Tensor, words_RW: torch.Tensor, rows_R: torch
         words_RW: int32, on the same device.
         rows_R: int64, distinct, on the same device; row `rows_R[i]` is masked by `words_RW[i]`.
     """
-    vocab_size = logits_BV.shape[1]
+    logits_BV[rows_R] = logits_BV[rows_R].masked_fill(denied(words_RW, logits_BV.shape[1]), -torch.inf)
+
+
+def denied(words_RW: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """Where the bit of a token is 0, `[R, V]` booleans."""
     shifts = torch.arange(32, dtype=torch.int32, device=words_RW.device)
-    denied = ((words_RW.unsqueeze(-1) >> shifts) & 1 == 0).flatten(1)[:, :vocab_size]
-    logits_BV[rows_R] = logits_BV[rows_R].masked_fill(denied, -torch.inf)
+    return ((words_RW.unsqueeze(-1) >> shifts) & 1 == 0).flatten(1)[:, :vocab_size]
 
 
 def apply_bitmask_cpu(logits_BV: torch.Tensor, words_RW: torch.Tensor, rows_R: torch.Tensor) -> None:

@@ -5,8 +5,9 @@ a constraint, since what is drawn is known before anything is computed; the samp
 else touches the matchers of the plan: tokens are accepted when the step is processed.
 
 Threads for masks and threads of the model are together no more than the cores (`config.resolve`). Where that leaves
-none, the job runs in `wait`, on the step's own thread. Rows that their engine can compute together are one task, in as
-many threads of the engine's own (`sgl.grammars.matcher.prepare`). A matcher that raises fails its row alone.
+none, the job runs in `wait`, in as many threads as the model has, which have nothing to do then. Rows that their engine
+can compute together are one task, in threads of the engine's own (`sgl.grammars.matcher.prepare`). A matcher that
+raises fails its row alone.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class MaskJob:
     Args:
         matchers: one per constrained row.
         vocab_size: columns of a row.
-        pool: fills; `None` leaves it to `wait`.
+        pool: fills while the model computes; `None` leaves it to `wait`.
         num_threads: that an engine may use for rows which it computes together.
     """
 
@@ -69,6 +70,18 @@ class MaskJob:
             self._done = True
         return Masks(self._words, self._failures)
 
+    def rows(self, places: Sequence[int | None]) -> Bitmask:
+        """Masks of the constrained rows at `places`, one after another; of `None`, one that allows everything, and of a
+        row whose mask is missing, one that allows nothing."""
+        words, failures = self.wait()
+        if not failures and list(places) == list(range(len(words))):
+            return words
+        own: Bitmask = np.full((len(places), words.shape[1]), -1, dtype=np.int32)
+        for row, place in enumerate(places):
+            if place is not None:
+                own[row] = 0 if place in failures else words[place]
+        return own
+
     def _fill(self, rows: Sequence[int]) -> None:
         prepare([self._matchers[row] for row in rows], self._num_threads)
         for row in rows:
@@ -84,12 +97,14 @@ class MaskFiller:
 
     Args:
         vocab_size: ids that the tokenizer knows.
-        num_threads: threads beside the step's own; made when the first constraint comes.
+        num_threads: threads beside the model's; made when the first constraint comes.
+        model_threads: of the model, which wait for the masks where there are no others.
     """
 
-    def __init__(self, vocab_size: int, num_threads: int = 0) -> None:
+    def __init__(self, vocab_size: int, num_threads: int = 0, model_threads: int = 1) -> None:
         self._vocab_size = vocab_size
         self._num_threads = num_threads
+        self._model_threads = model_threads
         self._pool: ThreadPoolExecutor | None = None
 
     def start(self, chunks: Sequence[Chunk]) -> MaskJob | None:
@@ -100,7 +115,7 @@ class MaskFiller:
             return None
         if self._pool is None and self._num_threads:
             self._pool = ThreadPoolExecutor(self._num_threads, thread_name_prefix="sgl-masks")
-        return MaskJob(matchers, self._vocab_size, self._pool, max(1, self._num_threads))
+        return MaskJob(matchers, self._vocab_size, self._pool, self._num_threads or self._model_threads)
 
     def close(self) -> None:
         """End the threads; a filler that is garbage ends them, too."""

@@ -47,7 +47,7 @@ SGL_OUTLINE inline void silu_mul_row(const float* gate, const float* up, int64_t
     }
 }
 
-// The first of the largest numbers; a row with a NaN gives -1.
+// The first of the largest numbers; a row with a NaN, or with nothing above -infinity, gives -1.
 SGL_OUTLINE inline int64_t argmax_row(const float* x, int64_t n) {
     F top = fill(-INFINITY), nan = zero();
     int64_t i = 0;
@@ -64,8 +64,71 @@ SGL_OUTLINE inline int64_t argmax_row(const float* x, int64_t n) {
             best = x[j] > best ? x[j] : best;
         }
     }
+    if (best == -INFINITY) return -1;
     for (int64_t j = 0; j < n; j++) {
         if (x[j] == best) return j;
+    }
+    return -1;
+}
+
+// For each byte of a mask what is added to the eight numbers it stands for: 0 where the bit is 1, else -infinity.
+struct MaskTable {
+    float add[256][8];
+    MaskTable() {
+        for (int byte = 0; byte < 256; byte++) {
+            for (int bit = 0; bit < 8; bit++) add[byte][bit] = byte >> bit & 1 ? 0.0f : -INFINITY;
+        }
+    }
+};
+
+inline const MaskTable& mask_table() {
+    static const MaskTable table;
+    return table;
+}
+
+inline bool is_allowed(const uint32_t* allowed, int64_t j) { return allowed[j / 32] >> (j % 32) & 1; }
+
+// The first of the largest numbers whose bit is 1; a row with a NaN anywhere gives -1, and so does one that has nothing
+// above -infinity under its mask. Words of ones cost what `argmax_row` does, mixed ones a look at the table.
+SGL_OUTLINE inline int64_t masked_argmax_row(const float* x, const uint32_t* allowed, int64_t n) {
+    const MaskTable& table = mask_table();
+    F top = fill(-INFINITY), nan = zero();
+    int64_t i = 0;
+    for (; i + 32 <= n; i += 32) {
+        uint32_t word = allowed[i / 32];
+        float added[32];
+        if (word != 0 && word != ~0u) {
+            for (int part = 0; part < 4; part++) std::memcpy(added + 8 * part, table.add[word >> 8 * part & 255], 32);
+        }
+        for (int64_t j = 0; j < 32; j += LANES) {
+            F v = load(x + i + j);
+            nan = sgl::add(nan, mul(v, zero()));
+            if (word == ~0u) {
+                top = largest_of(v, top);
+            } else if (word != 0) {
+                top = largest_of(sgl::add(v, load(added + j)), top);
+            }
+        }
+    }
+    float best = largest(top), check = sum(nan);
+    for (int64_t j = i; j < n; j++) {
+        check += x[j] * 0.0f;
+        if (is_allowed(allowed, j) && x[j] > best) best = x[j];
+    }
+    if (check != check) {  // a NaN, or an infinity times zero
+        best = -INFINITY;
+        for (int64_t j = 0; j < n; j++) {
+            if (x[j] != x[j]) return -1;
+            if (is_allowed(allowed, j) && x[j] > best) best = x[j];
+        }
+    }
+    if (best == -INFINITY) return -1;
+    for (int64_t j = 0; j < n; j++) {
+        if (j % 32 == 0 && allowed[j / 32] == 0) {
+            j += 31;
+        } else if (x[j] == best && is_allowed(allowed, j)) {
+            return j;
+        }
     }
     return -1;
 }

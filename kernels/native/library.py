@@ -184,7 +184,8 @@ def open_library(path: str) -> ctypes.CDLL:
         "sgl_rms_norm": (None, [pointer, pointer, integer, integer, number, pointer]),
         "sgl_silu_mul": (None, [pointer, pointer, integer, integer, pointer]),
         "sgl_rotary": (None, [pointer, pointer, pointer, integer, integer, integer, pointer]),
-        "sgl_argmax": (None, [pointer, integer, integer, integer, pointer]),
+        "sgl_argmax": (None, [pointer, integer, integer, integer, pointer, integer, pointer]),
+        "sgl_top_k": (None, [pointer, integer, integer, integer, integer, pointer, pointer, pointer, pointer]),
         "sgl_attention": (None, [pointer, pointer, integer, pointer, pointer, pointer, pointer]),
         "sgl_decoder": (None, [pointer, pointer, integer, pointer]),
     }

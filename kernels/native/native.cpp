@@ -6,6 +6,7 @@
 #include <new>
 
 #include "decoder.h"
+#include "top_k.h"
 
 using namespace sgl;
 
@@ -95,8 +96,21 @@ void sgl_rotary(const float* x, const float* cos, const float* sin, int64_t rows
     });
 }
 
-void sgl_argmax(const float* x, int64_t rows, int64_t stride, int64_t n, int64_t* out) {
-    for_each(rows, [&](int64_t row) { out[row] = argmax_row(x + row * stride, n); });
+// `words` holds a mask of `word_stride` words for each row, or is null.
+void sgl_argmax(const float* x, int64_t rows, int64_t stride, int64_t n, const uint32_t* words, int64_t word_stride,
+                int64_t* out) {
+    for_each(rows, [&](int64_t row) {
+        const float* numbers = x + row * stride;
+        out[row] = words ? masked_argmax_row(numbers, words + row * word_stride, n) : argmax_row(numbers, n);
+    });
+}
+
+// See `top_k_row`; `scale` and `log_mass` have a number for each row, `values` and `ids` have `k`.
+void sgl_top_k(const float* x, int64_t rows, int64_t stride, int64_t n, int64_t k, const double* scale, float* values,
+               int64_t* ids, double* log_mass) {
+    for_each(rows, [&](int64_t row) {
+        top_k_row(x + row * stride, n, k, scale[row], values + row * k, ids + row * k, log_mass + row);
+    });
 }
 
 void sgl_attention(const Heads* heads, const Chunk* chunks, int64_t count, const float* query, const void* keys,

@@ -124,15 +124,46 @@ def silu_mul(gate_TN: torch.Tensor, up_TN: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def argmax(logits_RV: torch.Tensor) -> torch.Tensor:
-    """The first of the largest numbers of each row `[R]`; -1 for a row with a NaN. Rows may be further apart than V."""
+def argmax(logits_RV: torch.Tensor, words_RW: torch.Tensor | None = None) -> torch.Tensor:
+    """See `elementwise.argmax`; each row is read once, and rows may be further apart than V."""
     if logits_RV.stride(-1) != 1:
         logits_RV = logits_RV.contiguous()
+    if words_RW is not None and words_RW.stride(-1) != 1:
+        words_RW = words_RW.contiguous()
     out = torch.empty(logits_RV.shape[0], dtype=torch.int64)
     library().sgl_argmax(
-        logits_RV.data_ptr(), logits_RV.shape[0], logits_RV.stride(0), logits_RV.shape[1], out.data_ptr()
+        logits_RV.data_ptr(),
+        logits_RV.shape[0],
+        logits_RV.stride(0),
+        logits_RV.shape[1],
+        words_RW.data_ptr() if words_RW is not None else None,
+        words_RW.stride(0) if words_RW is not None else 0,
+        out.data_ptr(),
     )
     return out
+
+
+def top_k(logits_RV: torch.Tensor, k: int, scale_R: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """See `sampling.top_k`; each row is read once, ties at the end are kept by id, rows may lie further apart.
+    Differences to the largest logit are scaled in float32, which moves the mass by about 1e-7 of itself."""
+    if logits_RV.stride(-1) != 1:
+        logits_RV = logits_RV.contiguous()
+    rows, size = logits_RV.shape
+    scale_R = scale_R.double().contiguous()
+    values, ids = torch.empty(rows, k), torch.empty(rows, k, dtype=torch.int64)
+    mass = torch.empty(rows, dtype=torch.float64)
+    library().sgl_top_k(
+        logits_RV.data_ptr(),
+        rows,
+        logits_RV.stride(0),
+        size,
+        k,
+        scale_R.data_ptr(),
+        values.data_ptr(),
+        ids.data_ptr(),
+        mass.data_ptr(),
+    )
+    return values, ids, mass
 
 
 def heads(num_heads: int, num_kv_heads: int, head_dim: int, page_size: int, dtype: torch.dtype) -> CHeads:

@@ -13,7 +13,7 @@ import torch
 from gguf import GGMLQuantizationType, quants
 
 from sgl.errors import InternalError
-from sgl.kernels import attention, elementwise
+from sgl.kernels import attention, elementwise, sampling
 from sgl.kernels.native import library, ops, weights
 from sgl.kernels.native.types import COLUMNS, ROW_BYTES, TYPES
 from sgl.kernels.native.weights import PackedWeight
@@ -185,8 +185,51 @@ def test_argmax_is_the_first_of_the_largest() -> None:
     logits[4, 50] = torch.nan
     expected = logits.argmax(dim=-1)
     got = ops.argmax(logits)
-    assert got.tolist() == [int(expected[0]), 7, 0, 99, -1, int(expected[5])]
+    assert got.tolist() == [int(expected[0]), 7, -1, 99, -1, int(expected[5])]
     assert ops.argmax(logits[:, :90]).tolist()[:2] == logits[:2, :90].argmax(dim=-1).tolist()
+
+
+@pytest.mark.parametrize("num_columns", [5000, 1024, 70])
+def test_top_k_with_the_mass_of_the_row(num_columns: int) -> None:
+    generator = torch.Generator().manual_seed(3)
+    logits = torch.randn(9, 5003, generator=generator)[:, :num_columns] * 4
+    logits[1] = logits[1].round()  # ties, also at the end
+    logits[2] = logits[2].sort().values  # each is larger than those before it
+    logits[3, 8:] = -torch.inf
+    logits[4, : num_columns - 8] = -torch.inf
+    logits[5] = 1.0
+    scale = torch.tensor([1.0, 0.5, 1.0, 2.0, 1.0, 1e5, 1e5, 1e-3, 0.7], dtype=torch.float64)
+    for k in (1, 50, num_columns):
+        values, ids, mass = ops.top_k(logits, min(k, num_columns), scale)
+        expected, order = logits.sort(dim=-1, descending=True, stable=True)
+        there = values > -torch.inf
+        assert torch.equal(values, expected[:, : values.shape[1]])
+        assert torch.equal(ids[there], order[:, : values.shape[1]][there])
+        assert torch.allclose(mass, (logits.double() * scale[:, None]).logsumexp(dim=-1), rtol=1e-12, atol=3e-6)
+        other = sampling.top_k(logits, min(k, num_columns), scale)
+        assert torch.equal(values, other[0])
+        assert torch.equal(logits.gather(-1, other[1]), other[0])
+        assert torch.allclose(mass, other[2], rtol=1e-12, atol=3e-6)
+
+
+def test_argmax_under_a_mask() -> None:
+    generator = torch.Generator().manual_seed(10)
+    logits = torch.randint(-9, 9, (40, 1000), generator=generator).float()  # many are equal
+    words = torch.randint(-(2**31), 2**31, (40, 32), generator=generator).int()
+    words[:, ::3] = 0
+    words[10:, 1::3] = -1
+    words[20] = 0  # nothing is allowed
+    words[21] = 0
+    words[21, 31] = 1 << 7  # the last column alone, which is in no whole word
+    words[22] = -1
+    logits[23, 999] = torch.nan
+    logits[24, 5] = torch.inf
+    logits[25] = -torch.inf
+    for num_columns in (1000, 992, 961):
+        got = ops.argmax(logits[:, :num_columns], words)
+        assert got.tolist() == elementwise.argmax(logits[:, :num_columns], words).tolist()
+    assert got[20] == got[21] == -1
+    assert ops.argmax(logits, words)[[20, 21, 23]].tolist() == [-1, 999, -1]
 
 
 class Step:

@@ -35,6 +35,8 @@ def test_every_op_has_a_torch_reference_that_is_listed_without_importing_torch()
 
 def test_argmax() -> None:
     logits = torch.tensor([[0.0, 3.0, 3.0], [-1.0, -2.0, float("-inf")], [float("nan"), 9.0, 1.0]])
+    words = torch.tensor([[0b101], [0b100], [-1]], dtype=torch.int32)
+    assert registry.get("argmax")(logits, words).tolist() == [2, -1, -1]
     assert registry.get("argmax")(logits).tolist() == [1, 0, -1]
 
 
