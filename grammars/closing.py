@@ -34,15 +34,11 @@ _IN_TEXT = ('"]}', '"}]', '"}}', '"}', '"]', '":', '"', "0", "1")
 _OUTSIDE = ("]}", "}]", "}}", "]]", "}", "]", '""', "[]", "{}", '"', "0", "1", ":", ",")
 """What closes JSON soonest, or begins the shortest values, where text is free and where it is not; tried in this order,
 as far as a token."""
-_MAX_WORDS = 32
-"""Long words of the vocabulary that are tried where a text must get longer before it may end."""
-_MAX_LOOKS = 96
-"""Positions that one search looks at, besides those of the greedy walk."""
-_FIRST = ('"]}', '"}]', '"}}', '"}', '"]', "]}", "}]", "}}", "]]", '""', "[]", "{}", '"', "}", "]", "0", "1", ":", ",")
-"""What closes JSON soonest, or begins the shortest values; tried in this order, as far as a token."""
 _MAX_CHOSEN = 512
 _MAX_DRAWN = 64
 """Tokens of a greedy walk that are not forced, and those that nothing but the mask names: it may go in circles."""
+_STRIDE = 4
+"""Tokens of a completion that one drawn token may save, when it is told whether one can come within reach at all."""
 _CLOSE = 32
 """Tokens to spare from which on each token is looked at."""
 _LATER = 4.0
@@ -75,16 +71,30 @@ class Closer:
 
         What was looked for is kept: only the first call for a grammar, and the first for a tighter budget, takes long.
         """
-        known = self._starts.get(grammar)
-        if known is None:
-            found = self.find(grammar.matcher(), MAX_START_LEN)
-            known = self._starts[grammar] = _Start(None if found is None else tuple(found), 0)
+        known = self._start(grammar)
         if known.path is not None and known.none_within < most < len(known.path):
             found = self.find(grammar.matcher(), most)
             known = self._starts[grammar] = (
                 known._replace(none_within=most) if found is None else known._replace(path=tuple(found))
             )
         return known.path if known.path is not None and len(known.path) <= most else None
+
+    def distance(self, grammar: CompiledGrammar) -> int:
+        """About how many tokens a completion at the start of a grammar takes at least; 0 where nothing is known."""
+        return self._start(grammar).distance
+
+    def _start(self, grammar: CompiledGrammar) -> _Start:
+        known = self._starts.get(grammar)
+        if known is None:
+            matcher = grammar.matcher()
+            walk = self._walk(matcher, MAX_START_LEN)
+            path = walk.path if walk.completes else self._search(matcher, MAX_START_LEN)
+            if path is None:
+                known = _Start(None, 0, 0 if walk.is_stuck else len(walk.path))
+            else:
+                known = _Start(tuple(path), 0, len(path))
+            self._starts[grammar] = known
+        return known
 
     def find(self, matcher: Matcher, most: int, like: Sequence[int] = (), *, search: bool = True) -> list[int] | None:
         """At most `most` tokens after which the text is complete; `None` when none are found.
@@ -97,10 +107,12 @@ class Closer:
             return []
         if 0 < len(like) <= most and _completes(matcher, like):
             return list(like)
-        found = self._greedy(matcher, most)
-        return self._search(matcher, most) if found is None and search else found
+        walk = self._walk(matcher, most)
+        if walk.completes:
+            return walk.path
+        return self._search(matcher, most) if search else None
 
-    def _greedy(self, matcher: Matcher, most: int) -> list[int] | None:
+    def _walk(self, matcher: Matcher, most: int) -> _Walk:
         """One walk that always takes what closes soonest."""
         path: list[int] = []
         chosen = drawn = 0
@@ -113,12 +125,12 @@ class Closer:
                     token_id = next((i for i, _ in self._candidates(self._row(matcher)) if matcher.accept(i)), None)
                     drawn += 1
                 if token_id is None:
-                    return None
+                    return _Walk(path, completes=False, is_stuck=True)
                 path.append(token_id)
                 chosen += not forced
                 if drawn > _MAX_DRAWN or chosen > _MAX_CHOSEN:
-                    return None
-            return path if matcher.is_complete() else None
+                    break
+            return _Walk(path, matcher.is_complete(), is_stuck=False)
         finally:
             matcher.rollback(len(path))
 
@@ -185,11 +197,21 @@ class Closer:
         return row
 
 
+class _Walk(NamedTuple):
+    """Tokens one after another; they complete the text, lead to where nothing is found to go on with, or neither."""
+
+    path: list[int]
+    completes: bool
+    is_stuck: bool
+
+
 class _Start(NamedTuple):
-    """What is known at the start of a grammar: a completion, and that none was found within so many tokens."""
+    """What is known at the start of a grammar: a completion, that none was found within so many tokens, and about how
+    many one takes."""
 
     path: tuple[int, ...] | None
     none_within: int
+    distance: int
 
 
 class _Look(NamedTuple):
@@ -206,19 +228,25 @@ class Steering:
     """Keeps a completion of one generation within reach of its budget.
 
     It looks at the start, and again when a part of the tokens to spare is used up, so that long generations cost a few
-    looks and the last tokens one each. A token that makes the completion much longer between two looks (it begins an
-    object with many required properties) may be missed; from the first look at each token on none is.
+    looks and the last tokens one each; not at all where the budget is far from any completion. A token that makes the
+    completion much longer between two looks (it begins an object with many required properties) may be missed; from the
+    first look at each token on none is.
 
     Args:
         closer: looks for completions.
         matcher: of the generation, which calls `keeps` after each token that it accepted.
         start: a completion of the empty text, if one is known (`Closer.start`).
         budget: tokens that the generation may have.
+        distance: about how many tokens a completion of the empty text takes (`Closer.distance`); 0 if nobody knows.
     """
 
-    def __init__(self, closer: Closer, matcher: Matcher, start: Sequence[int] | None, budget: int) -> None:
+    def __init__(
+        self, closer: Closer, matcher: Matcher, start: Sequence[int] | None, budget: int, distance: int = 0
+    ) -> None:
         self._closer = closer
         self._matcher = matcher
+        # From here on the text may have come so far that what is left of a completion fits into what is left.
+        self._in_reach = (_STRIDE * budget - distance) // (_STRIDE - 1)
         self._path: list[int] | None = None  # a completion of the text as it is now
         self._last: list[int] = []  # the last one that was known
         self._look_at = 0
@@ -258,7 +286,7 @@ class Steering:
     def _found(self, path: list[int] | None, left: int) -> None:
         self._path = path
         if path is None:
-            self._look_at = left // 2
+            self._look_at = min(left // 2, self._in_reach)
         else:
             self._last = path
             self._look_at = left - max(1, (left - len(path) - _CLOSE) // 8)

@@ -382,12 +382,12 @@ class LLGuidanceMatcher(EngineMatcher):
         return self._forced
 
     def _is_allowed(self, token_id: int) -> bool:
+        if self._row is not None or token_id not in self._vocabulary.token_bytes:
+            # Of a drawn token the mask is there. Of a special token that a grammar names, nothing but the mask tells.
+            known = 0 <= token_id < self._vocabulary.vocab_size
+            return known and bool(self._allowed()[token_id // 32] >> (token_id % 32) & 1)
         if self._library.is_error():
             return False
-        if token_id not in self._vocabulary.token_bytes:
-            # A special token that a grammar names; the library's mask is the only one that knows.
-            named = 0 <= token_id < self._vocabulary.vocab_size
-            return named and bool(self._allowed()[token_id // 32] >> (token_id % 32) & 1)
         forced = self._forced_here()
         return not forced or forced[0] == token_id
 
