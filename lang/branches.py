@@ -27,6 +27,7 @@ from sgl.lang.graph import (
     LiteralText,
     Mark,
     Media,
+    Node,
     Rewind,
     Role,
     Select,
@@ -85,7 +86,8 @@ class BranchState:
         self.role: str | None = parent.role if parent is not None else None
         self.joined: SourceLocation | None = None
         self.is_joined = False
-        self._expressions: dict[int, tuple[Expr, str]] = {}  # unnamed ones by identity, with the name they got
+        # Unnamed ones by identity, with the name they got; those before a fork belong to its children too.
+        self._expressions: dict[int, tuple[Expr, str]] = dict(parent._expressions) if parent is not None else {}
         self._num_drawn = 0
         self._num_forks = 0
         self._num_marks = 0
@@ -176,16 +178,16 @@ class BranchState:
     def _append_gen(self, expr: GenExpr, location: SourceLocation | None) -> None:
         name = self._name(expr)
         node, capture = self._asked(expr, name, location)
-        captures: list[Capture] = []
         if node.sampling.n == 1:
-            captures.append(capture(self.number))
-            self.program.append(node, captures[0])
-            self.parts.append(captures[0])
+            nodes: tuple[Node, ...] = (node,)
         else:
-            for each in lower_samples(node, self.program.new_branches(node.sampling.n)):
-                if isinstance(each, Gen):
-                    captures.append(capture(each.branch))
-                self.program.append(each, captures[-1] if isinstance(each, Gen) else None)
+            nodes = lower_samples(node, self.program.new_branches(node.sampling.n - 1), continued=True)
+        captures: list[Capture] = []
+        for each in nodes:
+            if isinstance(each, Gen):
+                captures.append(capture(each.branch))
+            self.program.append(each, captures[-1] if isinstance(each, Gen) else None)
+        self.parts.append(captures[0])  # of samples, the first goes on
         self._put(name, captures, expr.list_append)
         if node.reasoning is not None:
             self._put(f"{name}{REASONING}", [Reasoning(sample) for sample in captures], expr.list_append)

@@ -1,14 +1,14 @@
 """Who waits for whom in a graph: which generation a variable reads, and what each node needs to have happened.
 
 Owns pure functions over whole programs (graphs that begin with the main branch). Passes, validation and explaining use
-them; the engine has its own, which also know fragments.
+them. The rule by which a variable finds its generation is `sgl.lang.reads`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
-from sgl.lang.graph import ARGUMENTS, Fork, Gen, Graph, Join, Select, Text, Var
+from sgl.lang.graph import ARGUMENTS, Fork, Gen, Graph, Join, Node, Reads, Select, Text, Var
 
 
 def parents(graph: Graph) -> dict[int, tuple[int, int]]:
@@ -44,37 +44,27 @@ def variables(graph: Graph) -> Iterator[tuple[int, int, Var]]:
                     yield position, place, segment
 
 
-def source_of(
-    variable: Var,
-    at: int,
-    made: dict[tuple[int, str], list[int]],
-    lineage: dict[int, tuple[int, int]],
-) -> int | None:
-    """Position of the generation whose value a variable has for a text at position `at`; `None` when there is none.
-
-    It is the last one of that name on the variable's branch before the text, or else the first after it, which the text
-    waits for; on a branch that has none, what its parent had at the fork.
-
-    Args:
-        made, lineage: `captures` and `parents` of the graph.
-    """
-    branch, until = variable.branch, at
-    while True:
-        positions = made.get((branch, variable.name), [])
-        before = [position for position in positions if position < until]
-        if before:
-            return before[-1]
-        if positions and branch == variable.branch:
-            return positions[0]
-        if branch not in lineage:
-            return None
-        branch, until = lineage[branch]
+def reads_of(nodes: Iterable[Node]) -> Reads:
+    """What the variables of these nodes read; places are node ids."""
+    reads = Reads()
+    for node in nodes:
+        if isinstance(node, (Gen, Select)):
+            reads.generated(node.branch, node.name, node.id)
+        elif isinstance(node, Fork):
+            reads.forked(node.branch, node.children, node.id)
+    return reads
 
 
 def sources(graph: Graph) -> dict[tuple[int, int], int | None]:
-    """`source_of` every variable, by position of the text and place in it."""
-    made, lineage = captures(graph), parents(graph)
-    return {(at, place): source_of(variable, at, made, lineage) for at, place, variable in variables(graph)}
+    """Positions of the generations that variables read (`None`: there is none), by position of the text and place in
+    it."""
+    reads = reads_of(graph.nodes)
+    positions = {node.id: position for position, node in enumerate(graph.nodes)}
+    found: dict[tuple[int, int], int | None] = {}
+    for at, place, variable in variables(graph):
+        source = reads.of(variable, graph.nodes[at].id)
+        found[at, place] = positions[source] if source is not None else None
+    return found
 
 
 def needs(graph: Graph) -> list[set[int]]:

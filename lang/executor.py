@@ -36,6 +36,7 @@ from sgl.lang.graph import (
     Media,
     Node,
     ProgramOptions,
+    Reads,
     Release,
     Rewind,
     Role,
@@ -47,6 +48,7 @@ from sgl.lang.graph import (
     Tokens,
     Usage,
     ValueEvent,
+    Var,
     validate,
 )
 
@@ -120,11 +122,12 @@ class GraphSession(ABC, Generic[P]):
         self._lost: SglError | None = None
         self._branches: dict[int, Branch[P]] = {MAIN_BRANCH: Branch(MAIN_BRANCH, prompt)}
         self._known = {MAIN_BRANCH}
-        self._lineage: dict[int, int] = {}
+        self._lineage: set[int] = set()  # branches that a fork makes
+        self._reads = Reads()
         self._unborn: dict[int, deque[Node | Read]] = {}
         self._joining: Counter[int] = Counter()
         self._released: set[int] = set()
-        self._values: dict[tuple[int, str], str] = {}
+        self._values: dict[int, str] = {}  # by node
         self._touched: set[int] = set()
         self._usage = Usage()
         self._finish = False
@@ -207,7 +210,7 @@ class GraphSession(ABC, Generic[P]):
                 return
             try:
                 job()
-            except Exception as error:  # noqa: BLE001 - one program's fault must not end the others
+            except BaseException as error:  # noqa: BLE001 - one program's fault must not end the others
                 self.fail(_typed(error))
 
         self._post(run)
@@ -222,7 +225,7 @@ class GraphSession(ABC, Generic[P]):
         if self.ended:
             return
         self._usage += event.usage
-        self._values[branch.id, node.name] = event.value
+        self._values[node.id] = event.value
         self.emit(event)
         branch.busy = False
         branch.num_streamed = len(branch.prompt.text)
@@ -266,7 +269,10 @@ class GraphSession(ABC, Generic[P]):
             return
         for node in graph.nodes:
             if isinstance(node, Fork):
-                self._lineage.update(dict.fromkeys(node.children, node.branch))
+                self._lineage.update(node.children)
+                self._reads.forked(node.branch, node.children, node.id)
+            elif isinstance(node, (Gen, Select)):
+                self._reads.generated(node.branch, node.name, node.id)
             elif isinstance(node, Join):
                 self._joining.update(node.children)
             self._queue(node.branch).append(node)
@@ -313,7 +319,7 @@ class GraphSession(ABC, Generic[P]):
             node = branch.queue[0]
             try:
                 done = self._execute(branch, node)
-            except Exception as error:  # noqa: BLE001 - one program's fault must not end the others
+            except BaseException as error:  # noqa: BLE001 - one program's fault must not end the others
                 self.fail(_typed(error), None if isinstance(node, Read) else node)
                 return False
             if not done:
@@ -329,9 +335,7 @@ class GraphSession(ABC, Generic[P]):
             case Read():
                 node.answer.set_result(self.state_of(branch))
             case Text():
-                parts = [
-                    s.text if isinstance(s, LiteralText) else self._lookup(s.branch, s.name) for s in node.segments
-                ]
+                parts = [s.text if isinstance(s, LiteralText) else self._lookup(s, node.id) for s in node.segments]
                 if any(part is None for part in parts):
                     return False
                 branch.prompt.add_text("".join(part or "" for part in parts))
@@ -384,13 +388,9 @@ class GraphSession(ABC, Generic[P]):
         self.emit(JoinedEvent(node.id, branch.id))
         return True
 
-    def _lookup(self, branch: int, name: str) -> str | None:
-        walk: int | None = branch
-        while walk is not None:
-            if (walk, name) in self._values:
-                return self._values[walk, name]
-            walk = self._lineage.get(walk)
-        return None
+    def _lookup(self, variable: Var, at: int) -> str | None:
+        source = self._reads.of(variable, at)
+        return self._values.get(source) if source is not None else None
 
     def _stream_text(self, branch: Branch[P]) -> None:
         text = branch.prompt.text
@@ -428,7 +428,7 @@ def _is_joinable(branch: Branch[P]) -> bool:
     return not branch.busy and (not branch.queue or isinstance(branch.queue[0], (Release, Read)))
 
 
-def _typed(error: Exception) -> SglError:
+def _typed(error: BaseException) -> SglError:
     if isinstance(error, SglError):
         return error
     typed = InternalError(f"{type(error).__name__}: {error}", hint="see the cause")

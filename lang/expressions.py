@@ -155,8 +155,8 @@ def gen(
         max_tokens, min_tokens, temperature, ...: sampling (see `sgl.lang.sampling.Sampling`); what is not given comes
             from `run`, then from what the model recommends, then from constants.
         n: samples to draw from the same prompt: `s[name]` is the list of them, and so is the meta information. Each has
-            a seed of its own. The state goes on as if nothing had been generated: which sample it should continue with
-            is not known. A stream of the name gives the list, once all are there.
+            a seed of its own. The state goes on behind the first one; to go on behind each, fork:
+            `forks = s.fork(3); forks += sgl.gen(name)`. A stream of the name gives the list, once all are there.
         stop_regex: patterns that end the text like `stop`, as soon as they match.
         logprob_start_len: with log-probabilities also of the prompt, from this token of the state on.
         custom_logit_processor: one that the engine was started with, by name; `custom_params` is handed to it.
@@ -200,7 +200,7 @@ def gen(
         ...     s += "An idea: " + sgl.gen("idea", n=3)
         >>> state = ideas.run(backend=sgl.MockBackend(["tea", "coffee", "cake"]))
         >>> state["idea"], state.text()
-        (['tea', 'coffee', 'cake'], 'An idea: ')
+        (['tea', 'coffee', 'cake'], 'An idea: tea')
     """
     name = check_name(name)
     refuse(return_text_in_logprobs=return_text_in_logprobs)

@@ -20,7 +20,7 @@ import msgspec
 
 from sgl.errors import InvalidProgram
 from sgl.grammars.spec import Choices, Regex
-from sgl.lang.dataflow import needs
+from sgl.lang.dataflow import needs, reads_of
 from sgl.lang.graph import (
     ARGUMENTS,
     MAIN_BRANCH,
@@ -309,8 +309,8 @@ class _Program:
         self._trace = trace
         self._renderer = renderer
         self._engine = engine
-        self._values: dict[tuple[int, str], str] = {}
-        self._lineage: dict[int, int] = {}
+        self._values: dict[int, str] = {}  # by node
+        self._reads = reads_of(trace.graph.nodes)
         self._nodes: dict[int, list[Node]] = {}
         for node in trace.graph.nodes:
             self._nodes.setdefault(node.branch, []).append(node)
@@ -345,7 +345,7 @@ class _Program:
         state = branch.state
         match node:
             case Text(segments=segments):
-                texts = [self._text_of(branch, segment) for segment in segments]
+                texts = [self._text_of(node, segment) for segment in segments]
                 if any(text is None for text in texts):
                     return False
                 state.add_text("".join(text or "" for text in texts))
@@ -362,7 +362,6 @@ class _Program:
             case Fork(children=children):
                 state.flush()
                 for child in children:
-                    self._lineage[child] = branch.id
                     self._begin(child, state.copy())
             case Join(children=children, mode=mode):
                 joined = [self._branches.get(child) for child in children]
@@ -390,7 +389,7 @@ class _Program:
             branch.state.add_text(child.state.text[child.text_at_fork :])
             self.joined += len(child.state.ids) - child.len_at_fork
 
-    def _text_of(self, branch: _Branch, segment: Segment) -> str | None:
+    def _text_of(self, node: Text, segment: Segment) -> str | None:
         if isinstance(segment, LiteralText):
             return segment.text
         if segment.branch == ARGUMENTS:
@@ -398,12 +397,8 @@ class _Program:
         if segment.name == "text()":
             other = self._branches.get(segment.branch)
             return other.state.text if other is not None else ""
-        walk: int | None = segment.branch
-        while walk is not None:
-            if (walk, segment.name) in self._values:
-                return self._values[walk, segment.name]
-            walk = self._lineage.get(walk)
-        return None
+        source = self._reads.of(segment, node.id)
+        return self._values.get(source) if source is not None else None
 
     def _generate(self, branch: _Branch, node: Gen) -> None:
         state = branch.state
@@ -456,7 +451,7 @@ class _Program:
         self._engine.add(work)
 
     def _done(self, branch: _Branch, node: Gen | Select, value: str) -> None:
-        self._values[branch.id, node.name] = value
+        self._values[node.id] = value
         branch.busy = False
         self.advance()
 

@@ -25,6 +25,7 @@ import msgspec
 from sgl.errors import ErrorInfo, InvalidParameter, InvalidProgram, SourceLocation
 from sgl.grammars.spec import Constraint
 from sgl.lang.meta import meta_info as meta_info
+from sgl.lang.reads import Reads as Reads
 from sgl.lang.patterns import check_stop_pattern as check_stop_pattern
 from sgl.lang.sampling import LONGEST_S as LONGEST_S
 from sgl.lang.sampling import Sampling as Sampling
@@ -228,12 +229,15 @@ class StateHandle(msgspec.Struct, frozen=True, array_like=True):
     length: int
 
 
-class Graph(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Nodes in program order: a whole program, or a fragment that continues the branches in `handles`."""
+class Graph(msgspec.Struct, frozen=True, kw_only=True):
+    """Nodes in program order: a whole program, or a fragment that continues the branches in `handles`.
 
+    `protocol` is always written, so that whoever reads a graph of another one finds out.
+    """
+
+    protocol: int = PROTOCOL
     nodes: tuple[Node, ...]
     handles: tuple[StateHandle, ...] = ()
-    protocol: int = PROTOCOL
 
 
 class ProgramOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -399,9 +403,12 @@ def validate(graph: Graph, live: Iterable[int] = (MAIN_BRANCH,), limits: Limits 
     return alive
 
 
-def lower_samples(node: Gen, children: Sequence[int]) -> tuple[Node, ...]:
+def lower_samples(node: Gen, children: Sequence[int], *, continued: bool = False) -> tuple[Node, ...]:
     """A generation of n samples as nodes that a backend executes: a fork into `children`, one sample on each of them, a
     join that waits for all, and their release. The branch goes on from where it was.
+
+    With `continued` the branch itself takes sample 0 and goes on behind it; there is a child for each other sample, and
+    nothing waits for them.
 
     Sample 0 has the node's seed, so that it is what the same generation with n=1 gives; each other has one derived from
     it. Without a seed the backend draws one for each node. Ids count from the node's.
@@ -411,14 +418,17 @@ def lower_samples(node: Gen, children: Sequence[int]) -> tuple[Node, ...]:
         >>> lowered = lower_samples(node, [3, 4])
         >>> [type(each).__name__ for each in lowered], lowered[1].branch, lowered[1].sampling.seed
         (['Fork', 'Gen', 'Gen', 'Join', 'Release', 'Release'], 3, 1)
+        >>> [(type(each).__name__, each.branch) for each in lower_samples(node, [3], continued=True)]
+        [('Fork', 0), ('Gen', 0), ('Gen', 3), ('Release', 3)]
     """
     sampling = node.sampling
     branch, location = node.branch, node.location
     nodes: list[Node] = [Fork(id=0, branch=branch, location=location, children=tuple(children))]
-    for index, child in enumerate(children):
+    for index, taker in enumerate((branch, *children) if continued else children):
         own = msgspec.structs.replace(sampling, n=1, seed=_sample_seed(sampling.seed, index))
-        nodes.append(msgspec.structs.replace(node, branch=child, sampling=own))
-    nodes.append(Join(id=0, branch=branch, location=location, children=tuple(children)))
+        nodes.append(msgspec.structs.replace(node, branch=taker, sampling=own))
+    if not continued:
+        nodes.append(Join(id=0, branch=branch, location=location, children=tuple(children)))
     nodes.extend(Release(id=0, branch=child, location=location) for child in children)
     return tuple(msgspec.structs.replace(each, id=node.id + offset) for offset, each in enumerate(nodes))
 
@@ -445,6 +455,7 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         prompt_tokens: tokens that had to be in the KV cache before the first output.
         cached_tokens: of these, found there; `prefill_tokens`: of these, computed.
         completion_tokens: tokens generated.
+        reasoning_tokens: of these, the model's reasoning, without the markers around it.
         scored_tokens: option tokens computed for a select (part of `prefill_tokens`).
         forced_tokens: output tokens appended without sampling.
         healed_tokens: tokens rolled back and encoded again at a seam.
@@ -458,6 +469,7 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     cached_tokens: int = 0
     prefill_tokens: int = 0
     completion_tokens: int = 0
+    reasoning_tokens: int = 0
     scored_tokens: int = 0
     forced_tokens: int = 0
     healed_tokens: int = 0

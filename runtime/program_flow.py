@@ -11,7 +11,7 @@ from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 
 from sgl.errors import InvalidProgram, SglError, StateLost
-from sgl.lang.graph import MAIN_BRANCH, Fork, Graph, Join, LiteralText, Node, Release, Text
+from sgl.lang.graph import MAIN_BRANCH, Fork, Gen, Graph, Join, LiteralText, Node, Reads, Release, Select, Text, Var
 from sgl.runtime.branch import Branch, Read
 
 
@@ -24,7 +24,7 @@ class ProgramFlow:
         lineage: branch -> the one that it was or will be forked from.
         known: branches that live after everything submitted.
         touched: branches that something happened to since the client was told of them last.
-        values: by branch and name.
+        names: of values that exist, with their branch.
     """
 
     def __init__(self, main: Branch) -> None:
@@ -33,7 +33,9 @@ class ProgramFlow:
         self.lineage: dict[int, int] = {}
         self.known = {MAIN_BRANCH}
         self.touched: set[int] = set()
-        self.values: dict[tuple[int, str], str] = {}
+        self.names: set[tuple[int, str]] = set()
+        self._values: dict[int, str] = {}  # by node
+        self._reads = Reads()
         self._released: set[int] = set()
         self._joining: Counter[int] = Counter()  # branch -> joins of it that are still queued
         self._await_value: dict[str, set[int]] = {}  # value's name -> branches whose text names it
@@ -57,8 +59,11 @@ class ProgramFlow:
             by_branch.setdefault(node.branch, []).append(node)
             if isinstance(node, Fork):
                 self.known.update(node.children)
+                self._reads.forked(node.branch, node.children, node.id)
                 for child in node.children:
                     self.lineage[child] = node.branch
+            elif isinstance(node, (Gen, Select)):
+                self._reads.generated(node.branch, node.name, node.id)
             elif isinstance(node, Release):
                 self.known.discard(node.branch)
             elif isinstance(node, Join):
@@ -134,26 +139,22 @@ class ProgramFlow:
         """The text of a node with its values; `None` when one is missing, whose coming wakes `branch`."""
         texts = []
         for segment in node.segments:
-            text = segment.text if isinstance(segment, LiteralText) else self._lookup(segment.branch, segment.name)
+            text = segment.text if isinstance(segment, LiteralText) else self._lookup(segment, node.id)
             if text is None and not isinstance(segment, LiteralText):
                 self._await_value.setdefault(segment.name, set()).add(branch.id)
                 return None
             texts.append(text or "")
         return "".join(texts)
 
-    def put(self, branch: Branch, name: str, value: str) -> Iterable[int]:
+    def put(self, node: Gen | Select, value: str) -> Iterable[int]:
         """A value exists; the branches that waited for one of its name."""
-        self.values[branch.id, name] = value
-        return self._await_value.pop(name, ())
+        self.names.add((node.branch, node.name))
+        self._values[node.id] = value
+        return self._await_value.pop(node.name, ())
 
-    def _lookup(self, branch: int, name: str) -> str | None:
-        """The value `name` as `branch` sees it: its own, or that of a branch it was forked from."""
-        walk: int | None = branch
-        while walk is not None:
-            if (walk, name) in self.values:
-                return self.values[walk, name]
-            walk = self.lineage.get(walk)
-        return None
+    def _lookup(self, variable: Var, at: int) -> str | None:
+        source = self._reads.of(variable, at)
+        return self._values.get(source) if source is not None else None
 
 
 def stuck(node: Node | Read) -> SglError:

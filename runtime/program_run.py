@@ -207,7 +207,7 @@ class ProgramRun:
         return self._next_uses.get(sequence.id)
 
     def _foresee(self) -> dict[int, float | None]:
-        values: dict[tuple[int, str], float] = dict.fromkeys(self._flow.values, 0.0)
+        values: dict[tuple[int, str], float] = dict.fromkeys(self._flow.names, 0.0)
         delays: dict[int, float] = {}
         for work in self._work.values():
             delays[work.branch.id] = values[work.branch.id, work.node.name] = float(work.steps_left)
@@ -484,7 +484,7 @@ class ProgramRun:
         """A value exists: tell the client, and go on with the branch and with whoever waited for it."""
         self._usage += event.usage
         event = msgspec.structs.replace(event, latency_s=self._services.now() - branch.started_at)
-        woken = self._flow.put(branch, node.name, event.value)
+        woken = self._flow.put(node, event.value)
         self._services.emit(self.id, event)
         branch.busy = False
         self._advance({branch.id, *woken})

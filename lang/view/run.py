@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from sgl.errors import SglError
+from sgl.lang.dataflow import reads_of
 from sgl.lang.graph import (
     MAIN_BRANCH,
     FailedEvent,
@@ -63,14 +64,9 @@ class _Run:
     def __init__(self, record: RunRecord) -> None:
         self._record = record
         self._branches: dict[int, list[Node]] = {}
-        self._lineage: dict[int, int] = {}
         for node in record.nodes:
             self._branches.setdefault(node.branch, []).append(node)
-            if isinstance(node, Fork):
-                self._lineage.update(dict.fromkeys(node.children, node.branch))
-        self._by_name: dict[tuple[int, str], str] = {}
-        for _, event in record.values.values():
-            self._by_name[event.branch, event.name] = event.value
+        self._reads = reads_of(record.nodes)
         self._pieces = _piece_maker(record)
 
     def content(self) -> list[Markup]:
@@ -157,16 +153,13 @@ class _Run:
             if isinstance(segment, LiteralText):
                 found.append((segment.text, place))
             else:
-                found.append((self._read(segment), f"value of {segment.name}\n{place}"))
+                found.append((self._read(segment, node), f"value of {segment.name}\n{place}"))
         return found
 
-    def _read(self, variable: Var) -> str:
-        walk: int | None = variable.branch
-        while walk is not None:
-            if (walk, variable.name) in self._by_name:
-                return self._by_name[walk, variable.name]
-            walk = self._lineage.get(walk)
-        return ""
+    def _read(self, variable: Var, node: Text) -> str:
+        source = self._reads.of(variable, node.id)
+        found = self._record.values.get(source) if source is not None else None
+        return found[1].value if found is not None else ""
 
     def _prompt(
         self, said: list[tuple[str, str]], event: ValueEvent | None, chars: float, tokens: int

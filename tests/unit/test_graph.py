@@ -7,7 +7,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sgl.errors import InvalidProgram
-from sgl.lang.graph import Fork, Gen, Graph, Join, LiteralText, Mark, Release, Rewind, Role, Text, Var, validate
+from sgl.lang.graph import (
+    Fork,
+    Gen,
+    Graph,
+    Join,
+    LiteralText,
+    Mark,
+    Release,
+    Rewind,
+    Role,
+    Text,
+    Var,
+    encode,
+    to_json,
+    validate,
+)
 from sgl.lang.passes import common_prefix, liveness, merge_text
 
 
@@ -131,3 +146,8 @@ def test_a_rewind_brings_the_role_of_its_mark_back():
         validate(
             Graph(nodes=(role(0, True), Mark(id=1, label="m"), role(2, False), Rewind(id=3, label="m"), role(4, True)))
         )
+
+
+def test_every_graph_that_is_written_says_its_protocol():
+    assert b'"protocol":1' in to_json(Graph(nodes=()))
+    assert b"protocol" in encode(Graph(nodes=()))

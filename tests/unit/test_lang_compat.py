@@ -152,3 +152,20 @@ def test_meta_info_of_a_generation_and_of_each_method() -> None:
         keys = {"normalized_prompt_logprobs", "input_token_logprobs", "output_token_logprobs", "greedy_logprob_matrix"}
         assert keys <= set(choice)
         assert len({len(choice[key]) for key in keys}) == 1, "one entry for each option"
+
+
+def test_samples_are_a_list_and_the_state_goes_on_behind_the_first(dummy_engine: sgl.Engine) -> None:
+    @sgl.function
+    def program(s):
+        s += sgl.user("ab") + sgl.assistant(sgl.gen("x", n=3, max_tokens=4, ignore_eos=True))
+        s += sgl.user("cd") + sgl.assistant(sgl.gen("y", max_tokens=2))
+
+    state = program.run(backend=dummy_engine, seed=1)
+    assert len(set(state["x"])) == 3
+    assert state.messages()[-3]["content"] == state["x"][0]
+    first, after = state.get_meta_info("x")[0], state.get_meta_info("y")
+    reached = first["prompt_tokens"] + first["completion_tokens"]
+    assert after["cached_tokens"] >= reached - 1, "its tokens are the state's; the one drawn last is computed"
+    greedy = program.run(backend=dummy_engine, temperature=0)["x"]
+    assert len(set(greedy)) == 1, "greedy samples are alike"
+    assert program.compile(sampling={"temperature": 0}).run(backend=dummy_engine)["x"] == greedy

@@ -51,6 +51,23 @@ def test_compiled_is_interpreted():
     assert list(run.keys()) == ["note", "grade", "verdict"]
 
 
+def test_a_child_reads_its_own_value_and_not_that_of_its_parent(dummy_engine: sgl.Engine):
+    @sgl.function
+    def program(s):
+        s += "A" + sgl.gen("x", max_tokens=3)
+        child = s.fork(1)[0]
+        child += "B" + sgl.gen("x", max_tokens=4)
+        s += " then " + child["x"] + "."
+
+    answers = ["parent", "child"]
+    compiled = program.compile(sampling={"temperature": 0})
+    for backend in (None, dummy_engine):
+        run = compiled.run(backend=backend or sgl.MockBackend(list(answers)))
+        expected = program.run(backend=backend or sgl.MockBackend(list(answers)), temperature=0)
+        assert run.text() == expected.text()
+    assert program.run(backend=sgl.MockBackend(answers)).text() == "Aparent then child."
+
+
 def test_one_submission_and_no_body():
     backend = mock()
     judge.compile(essay="On tea").run(backend=backend)
