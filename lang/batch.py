@@ -9,6 +9,7 @@ time is the engine's decision, by its own budget.
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import os
 import threading
 from collections import deque
@@ -227,7 +228,8 @@ class Batch(Generic[R]):
         else:
             targets = [self._work] * self._most
         for number, target in enumerate(targets):
-            thread = threading.Thread(target=target, name=f"sgl-batch-{number}", daemon=True)
+            context = contextvars.copy_context()  # bodies see the caller's, as those of a run do
+            thread = threading.Thread(target=context.run, args=(target,), name=f"sgl-batch-{number}", daemon=True)
             thread.start()
             self._threads.append(thread)
 

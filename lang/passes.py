@@ -33,18 +33,20 @@ def merge_text(graph: Graph) -> Graph:
         (LiteralText(text='ab'),)
     """
     merged: list[Node] = []
+    runs: dict[int, list[Segment]] = {}  # index in `merged` -> all segments of the texts that were joined there
     last: dict[int, int] = {}  # branch -> index in `merged` of its last node, while that is a text
     for node in graph.nodes:
         index = last.get(node.branch)
         if isinstance(node, Text) and index is not None and not _reads(node):
-            before = cast(Text, merged[index])
-            merged[index] = msgspec.structs.replace(before, segments=_literals((*before.segments, *node.segments)))
+            runs.setdefault(index, list(cast(Text, merged[index]).segments)).extend(node.segments)
             continue
         if isinstance(node, Text):
             last[node.branch] = len(merged)
         else:
             last.pop(node.branch, None)
         merged.append(node)
+    for index, segments in runs.items():
+        merged[index] = msgspec.structs.replace(cast(Text, merged[index]), segments=_literals(segments))
     return _numbered(graph, merged)
 
 

@@ -6,6 +6,7 @@ error of a typed value that is none). States drive it, by reading or by awaiting
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Generator
 from typing import Any, TypeAlias, cast
 
@@ -29,6 +30,20 @@ def repairing(
     """Append attempts until one passes; returns its value (see `ProgramState.require`)."""
     if isinstance(attempts, bool) or not isinstance(attempts, int) or attempts < 1:
         raise InvalidParameter(f"attempts is {attempts!r}; expected an integer >= 1", param="attempts")
+    if not isinstance(expr, GenExpr):
+        raise InvalidParameter(
+            f"require got {type(expr).__name__}; expected a gen() alone",
+            hint="begin the turn first: with s.assistant(): s.require(sgl.gen(...), check)",
+            param="expr",
+        )
+    if not callable(check):
+        raise InvalidParameter(f"check is {check!r}; expected a function of the value", param="check")
+    if feedback is not None and not callable(feedback):
+        raise InvalidParameter(
+            f"feedback is {feedback!r}; expected a function of value and reason",
+            hint="feedback=lambda value, reason: ...",
+            param="feedback",
+        )
     sampling = expr.sampling(core.program.sampling)
     if sampling.n != 1 or expr.list_append:
         raise InvalidParameter("require takes a generation of one value", hint="leave n and list_append out", param="n")
@@ -72,9 +87,13 @@ def _failure(check: Check, value: Any) -> str | None:
         verdict = check(value)
     except (ValueError, AssertionError) as error:
         return str(error) or type(error).__name__
-    if isinstance(verdict, str):
+    if inspect.isawaitable(verdict):
+        if inspect.iscoroutine(verdict):
+            verdict.close()
+        raise InvalidParameter("check is async; a check is a plain function", hint="make it a def", param="check")
+    if isinstance(verdict, str) and verdict:
         return verdict
-    return "the check says no" if verdict is False else None
+    return None if verdict else f"the check gave {verdict!r}"
 
 
 def _text(core: BranchState, expr: GenExpr[Any]) -> str:

@@ -11,6 +11,10 @@ from collections import deque
 from collections.abc import Callable
 
 
+def _nothing() -> None:
+    """A job that only has those before it done."""
+
+
 class Workers:
     """Runs jobs in the order in which they come, on at most `most` threads.
 
@@ -44,4 +48,12 @@ class Workers:
                     self._working -= 1
                     return
                 job = self._jobs.popleft()
-            job()
+            try:
+                job()
+            except BaseException:
+                with self._lock:
+                    self._working -= 1  # this thread ends here; the next job gets another
+                    waiting = bool(self._jobs)
+                if waiting:
+                    self.post(_nothing)
+                raise

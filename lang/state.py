@@ -266,8 +266,9 @@ class ProgramState(StateBase, Generic[R_co]):
         goes on from the value that passed, as if it had been the first.
 
         Args:
-            expr: a named `gen`.
-            check: given the value; False, a text (the reason), or a `ValueError` or `AssertionError` means it fails.
+            expr: a `gen` of one value.
+            check: given the value; it passes where this gives something true. What is false (`None` too), a text (the
+                reason), or a `ValueError` or `AssertionError` means that it fails.
             feedback: what the model is told before the next attempt: given (value, reason), something to append after
                 the failed value. It is gone from the prompt once a value passes.
             attempts: most values to draw.

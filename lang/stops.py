@@ -7,9 +7,13 @@ character, the longest: what the engine does.
 from __future__ import annotations
 
 import re
+from bisect import bisect_left
 from typing import NamedTuple
 
 from sgl.lang.graph import Sampling
+
+_SEES_THE_END = re.compile(r"[$^]|\\[bBAZ]|\(\?")
+"""In a pattern: what may match at the end of a text, and no longer when it goes on (and some harmless groups)."""
 
 
 class Cut(NamedTuple):
@@ -30,13 +34,31 @@ def first_stop(text: str, sampling: Sampling, floor: int = 0) -> Cut | None:
         >>> first_stop("one! two.", Sampling(stop=(".", "!")))
         Cut(text='one', matched='!', end=4)
     """
-    if not sampling.stop and not sampling.stop_regex:
-        return None
+    spans = [span for stop in sampling.stop if (span := _first_string(text, stop, floor)) is not None]
+    last = min((end for _, end in spans), default=len(text))
     patterns = [re.compile(pattern) for pattern in sampling.stop_regex]
-    for end in range(floor + 1, len(text) + 1):
-        found = [(end - len(stop), end) for stop in sampling.stop if text.endswith(stop, floor, end)]
-        found += [match.span() for pattern in patterns if (match := pattern.search(text, floor, end)) is not None]
-        if found:
-            begin, end = min(found, key=lambda span: (span[0], -span[1]))
-            return Cut(text[: end if sampling.no_stop_trim else begin], text[begin:end], end)
-    return None
+    ends = [end for pattern in patterns if (end := _first_end(pattern, text, floor, last)) is not None]
+    if not spans and not ends:
+        return None
+    end = min(last, *ends) if ends else last
+    spans = [span for span in spans if span[1] == end]
+    spans += [match.span() for pattern in patterns if (match := pattern.search(text, floor, end)) is not None]
+    begin, end = min(spans, key=lambda span: (span[0], -span[1]))
+    return Cut(text[: end if sampling.no_stop_trim else begin], text[begin:end], end)
+
+
+def _first_string(text: str, stop: str, floor: int) -> tuple[int, int] | None:
+    begin = text.find(stop, floor)
+    return (begin, begin + len(stop)) if begin >= 0 else None
+
+
+def _first_end(pattern: re.Pattern[str], text: str, floor: int, last: int) -> int | None:
+    """Where the text first contains a match, read character by character, up to `last`."""
+    if _SEES_THE_END.search(pattern.pattern):
+        return next((end for end in range(floor + 1, last + 1) if pattern.search(text, floor, end)), None)
+    if pattern.search(text, floor, last) is None:
+        return None
+    # A longer text still contains what a shorter one did, so the first end can be found by halving.
+    return bisect_left(
+        range(last + 1), True, lo=floor + 1, key=lambda end: pattern.search(text, floor, end) is not None
+    )

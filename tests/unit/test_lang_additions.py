@@ -259,6 +259,7 @@ def test_feedback_is_seen_by_the_next_attempt_and_then_gone():
     def check(text):
         if "!" not in text:
             raise ValueError("say it louder")
+        return True
 
     @sgl.function
     def program(s):
@@ -280,6 +281,38 @@ def test_feedback_is_seen_by_the_next_attempt_and_then_gone():
 
 
 # --- programs in programs ---
+
+
+@pytest.mark.parametrize("verdict", [0, None, "", [], "too small"])
+def test_only_what_is_true_passes_a_requirement(verdict: Any):
+    @sgl.function
+    def program(s):
+        return s.require(sgl.gen("n", type=int), lambda n: True if n > 2 else verdict)
+
+    assert program.run(backend=sgl.MockBackend(["1", "3"])).ret_value == 3
+
+
+def test_arguments_of_a_requirement_are_checked():
+    async def later(n):
+        return True
+
+    wrong: list[tuple[Any, ...]] = [
+        ("text", bool, None),
+        (sgl.select("a", ["x"]), bool, None),
+        (sgl.assistant(sgl.gen("a")), bool, None),
+        (sgl.gen("a"), 3, None),
+        (sgl.gen("a"), later, None),
+        (sgl.gen("a"), bool, "louder"),
+    ]
+
+    @sgl.function
+    def program(s, expr, check, feedback):
+        s.require(expr, check, feedback=feedback)
+
+    for arguments in wrong:
+        with pytest.raises(InvalidParameter) as caught:
+            program.run(*arguments, backend=sgl.MockBackend(["x"]))
+        assert caught.value.param in ("expr", "check", "feedback")
 
 
 def test_39_a_nested_program_leaves_its_text_out_and_uses_the_same_backend():
