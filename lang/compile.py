@@ -1,52 +1,51 @@
 """A program as an artefact: its graph with holes for the arguments, checked, optimized, and free of its Python code.
 
 Owns `CompiledProgram` (JSON and msgpack round trip, a stable hash, binding of arguments) and running it: one submission
-per run, no body, no thread per row. Made by `SglFunction.compile`. A compiled program does what the body does when it
+per run, no body, no thread per row. Made by `SglFunction.compile`. A compiled program sends what the body would when it
 is run; a body whose control flow depends on values cannot be compiled, and the error names the line where it does.
+
+What is lost without the body: classes of Python (`gen(type=Person)` gives the decoded JSON), the calls of tools as
+values, and streams.
 """
 
 from __future__ import annotations
 
 import hashlib
-import threading
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
 from sgl.errors import InvalidParameter, InvalidProgram, SglError, SourceLocation
-from sgl.grammars.formats import message_parser, reasoning_format
 from sgl.lang import passes
-from sgl.lang.backend import Backend, Session
+from sgl.lang.backend import Backend
+from sgl.lang.branches import derived_seed
 from sgl.lang.checks import check
+from sgl.lang.compiled_run import CompiledRun, Ends
 from sgl.lang.dataflow import captures
 from sgl.lang.defaults import default_backend, sampling_defaults
 from sgl.lang.graph import (
     ARGUMENTS,
     MAIN_BRANCH,
     PROTOCOL,
-    DoneEvent,
-    Event,
-    FailedEvent,
     Gen,
     Graph,
     LiteralText,
+    Node,
     ProgramOptions,
     Release,
     Sampling,
     Segment,
     Select,
     Text,
-    Usage,
-    ValueEvent,
     Var,
+    check_integer,
     check_protocol,
     digest,
-    meta_info,
     sampling_values,
 )
-from sgl.lang.outputs import ListOutput, Output, read, renamed, variables_of
+from sgl.lang.outputs import Output, renamed, variables_of
 from sgl.lang.tracing import trace_body
 
 if TYPE_CHECKING:
@@ -161,17 +160,24 @@ class CompiledProgram(msgspec.Struct, frozen=True, kw_only=True):
         backend: Backend | None = None,
         deadline_s: float | None = None,
         cache_salt: str = "",
+        seed: int | None = None,
+        priority: int = 0,
         **arguments: Any,
     ) -> CompiledRun:
         """Run it and wait for its end.
+
+        Args:
+            seed: each generation without one gets a seed derived from it and from its place in the graph (another one
+                than the body's run with the same seed gives it).
 
         Raises:
             InvalidParameter: see `bind`; nothing was run.
             SglError: the program failed; `location` is its line.
         """
-        graph = self.bind(*args, **arguments)
-        run = self._start(graph, backend or default_backend(), self._options(deadline_s, cache_salt))
+        graph = _seeded(self.bind(*args, **arguments), seed)
+        run = CompiledRun(self, graph, self._options(deadline_s, cache_salt, priority), Ends())
         try:
+            run.start(backend or default_backend())
             return run.wait()
         except BaseException:
             run.cancel()
@@ -185,48 +191,69 @@ class CompiledProgram(msgspec.Struct, frozen=True, kw_only=True):
         deadline_s: float | None = None,
         on_error: Literal["raise", "return"] = "raise",
         cache_salt: str = "",
+        seed: int | None = None,
+        priority: int = 0,
     ) -> list[Any]:
         """Run it for every row, all at once and without a thread for any of them; the runs in the order of the rows.
 
         Args:
-            on_error: `raise` the first error and cancel the other rows; `return` it in the place of its row.
+            on_error: `raise` the first error as soon as it is there, and cancel the other rows; `return` it in the
+                place of its row.
         """
         if on_error not in ("raise", "return"):
             raise InvalidParameter(f"on_error is {on_error!r}; expected 'raise' or 'return'", param="on_error")
         graphs = [self.bind(**row) if isinstance(row, Mapping) else self.bind(*row) for row in rows]
         chosen = backend or default_backend()
-        options = self._options(deadline_s, cache_salt)
-        runs: list[CompiledRun] = []
-        results: list[Any] = []
+        options = self._options(deadline_s, cache_salt, priority)
+        ends = Ends()
+        runs = [
+            CompiledRun(
+                self, _seeded(graph, derived_seed(seed, "row", row) if seed is not None else None), options, ends
+            )
+            for row, graph in enumerate(graphs)
+        ]
         try:
-            for graph in graphs:
-                runs.append(self._start(graph, chosen, options))
             for run in runs:
-                try:
-                    results.append(run.wait())
-                except SglError as error:
-                    if on_error == "raise":
-                        raise
-                    results.append(error)
+                run.start(chosen)
+            if on_error == "raise" and (failed := ends.first_failure(runs)) is not None:
+                failed.wait()  # raises
+            return [_result(run) if on_error == "return" else run.wait() for run in runs]
         except BaseException:
             for run in runs:
                 run.cancel()
             raise
-        return results
 
-    def _options(self, deadline_s: float | None, cache_salt: str) -> ProgramOptions:
+    def _options(self, deadline_s: float | None, cache_salt: str, priority: int) -> ProgramOptions:
         return ProgramOptions(
             name=self.name,
             deadline_s=deadline_s,
+            priority=priority,
             cache_salt=cache_salt,
             num_api_spec_tokens=self.num_api_spec_tokens,
         )
 
-    def _start(self, graph: Graph, backend: Backend, options: ProgramOptions) -> CompiledRun:
-        run = CompiledRun(self, graph)
-        run._session = backend.open(run._on_event, options)
-        run._session.submit(graph, finish=True)
-        return run
+
+def _result(run: CompiledRun) -> CompiledRun | SglError:
+    try:
+        return run.wait()
+    except SglError as error:
+        return error
+
+
+def _seeded(graph: Graph, seed: int | None) -> Graph:
+    """With a seed of its own for each generation that has none."""
+    if seed is None:
+        return graph
+    check_integer("seed", seed, low=0)
+    nodes: list[Node] = []
+    for node in graph.nodes:
+        if isinstance(node, Gen) and node.sampling.seed is None:
+            own = msgspec.structs.replace(node.sampling, seed=derived_seed(seed, "compiled", node.id))
+            node = msgspec.structs.replace(node, sampling=own)
+        elif isinstance(node, Select) and node.seed is None:
+            node = msgspec.structs.replace(node, seed=derived_seed(seed, "compiled", node.id))
+        nodes.append(node)
+    return msgspec.structs.replace(graph, nodes=tuple(nodes))
 
 
 def _checked(decode: Callable[[], CompiledProgram]) -> CompiledProgram:
@@ -242,99 +269,6 @@ def _checked(decode: Callable[[], CompiledProgram]) -> CompiledProgram:
             if variable.branch != ARGUMENTS and (variable.branch, variable.name) not in made:
                 raise InvalidProgram(f"output {name!r} reads {variable.name!r}, which nothing captures")
     return program
-
-
-class CompiledRun:
-    """A run of a compiled program, ended: its values by name."""
-
-    def __init__(self, program: CompiledProgram, graph: Graph) -> None:
-        self._program = program
-        self._graph = graph
-        self._session: Session | None = None
-        self._changed = threading.Condition()
-        self._values: dict[tuple[int, str], ValueEvent] = {}
-        gens = [node for node in graph.nodes if isinstance(node, Gen)]
-        self._reasoning = {(node.branch, node.name): node.reasoning for node in gens if node.reasoning is not None}
-        self._end: DoneEvent | FailedEvent | None = None
-
-    def __repr__(self) -> str:
-        return f"<CompiledRun {self._program.name}: {', '.join(self._program.outputs) or 'no values'}>"
-
-    def _on_event(self, event: Event) -> None:
-        with self._changed:
-            if isinstance(event, ValueEvent):
-                self._values[event.branch, event.name] = event
-            elif isinstance(event, (DoneEvent, FailedEvent)):
-                self._end = event
-                self._changed.notify_all()
-
-    def wait(self) -> CompiledRun:
-        """Wait until it has ended; itself.
-
-        Raises:
-            SglError: it failed.
-        """
-        with self._changed:
-            while self._end is None:
-                self._changed.wait()
-        if isinstance(self._end, FailedEvent):
-            error = SglError.from_info(self._end.error)
-            failed = self._end.node
-            raise error.at(next((node.location for node in self._graph.nodes if node.id == failed), None))
-        return self
-
-    def cancel(self) -> None:
-        """Stop it on the backend."""
-        if self._session is not None:
-            self._session.cancel()
-
-    def __getitem__(self, name: str) -> Any:
-        return read(self._output(name), self._value)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._program.outputs
-
-    def keys(self) -> Iterable[str]:
-        """The names of its values."""
-        return self._program.outputs.keys()
-
-    def get_meta_info(self, name: str) -> Any:
-        """How a value came about, as `ProgramState.get_meta_info`; a list of these after a join."""
-        return self._meta(self._output(name), name)
-
-    def text(self) -> str:
-        """The text of the main state, template text included."""
-        return self._done().text
-
-    @property
-    def usage(self) -> Usage:
-        """Tokens of the whole program."""
-        return self._done().usage
-
-    def _done(self) -> DoneEvent:
-        if not isinstance(self._end, DoneEvent):
-            raise InvalidProgram("the program has not ended", hint="call wait() first")
-        return self._end
-
-    def _output(self, name: str) -> Output:
-        found = self._program.outputs.get(name)
-        if found is None:
-            known = ", ".join(map(repr, self._program.outputs)) or "none"
-            raise InvalidParameter(f"{self._program.name} has no value {name!r}", hint=f"it has {known}", param="name")
-        return found
-
-    def _value(self, variable: Var) -> str:
-        value = self._values[variable.branch, variable.name].value
-        reasoning = self._reasoning.get((variable.branch, variable.name))
-        return message_parser(reasoning=reasoning_format(reasoning)).parse(value).content if reasoning else value
-
-    def _meta(self, output: Output, name: str) -> Any:
-        if isinstance(output, ListOutput):
-            return [self._meta(item, name) for item in output.items]
-        if len(output.segments) != 1 or not isinstance(output.segments[0], Var):
-            raise InvalidProgram(f"{name!r} was not generated; it has no meta information")
-        variable = output.segments[0]
-        return meta_info(self._values[variable.branch, variable.name])
 
 
 def compile_function(

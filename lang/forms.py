@@ -116,6 +116,27 @@ def type_form(tp: Any) -> Form:
     return Form(_name(tp), schema, (), lambda text: parse(tp, text), is_typed=True)
 
 
+def form_name(form: Form | None) -> str | None:
+    """The name under which a form can be had again without its Python type (`portable_form`); `None`: it is text."""
+    if form is None or isinstance(form.constraint, Choices):
+        return None
+    if isinstance(form.constraint, JsonSchema):
+        return "json"
+    return form.label if form.label in _DTYPES and form.constraint is not None else None
+
+
+def portable_form(name: str) -> Form:
+    """The form of a name that `form_name` gave: values are numbers, strings, and what JSON holds.
+
+    Example:
+        >>> portable_form("json").read('{"age": 3}'), portable_form("int").read("3 ")
+        ({'age': 3}, 3)
+    """
+    if name == "json":
+        return Form("JSON value", None, (), json.loads)
+    return Form(name, None, (), lambda text: _READERS[name](text.strip()))
+
+
 def _bare_words(tp: Any) -> dict[str, Any] | None:
     """Text to member of a `Literal` or an `Enum` whose members are told apart by their bare text; else `None`."""
     if get_origin(tp) is Literal:

@@ -25,8 +25,8 @@ import msgspec
 from sgl.errors import ErrorInfo, InvalidParameter, InvalidProgram, SourceLocation
 from sgl.grammars.spec import Constraint
 from sgl.lang.meta import meta_info as meta_info
-from sgl.lang.reads import Reads as Reads
 from sgl.lang.patterns import check_stop_pattern as check_stop_pattern
+from sgl.lang.reads import Reads as Reads
 from sgl.lang.sampling import LONGEST_S as LONGEST_S
 from sgl.lang.sampling import Sampling as Sampling
 from sgl.lang.sampling import check_integer

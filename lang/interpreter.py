@@ -52,7 +52,7 @@ from sgl.lang.graph import (
 )
 from sgl.lang.record import RunRecord
 
-_DEADLINE_GRACE_S = 2.0
+DEADLINE_GRACE_S = 2.0
 """How long after its deadline a program waits for the backend to say so, before it says so itself."""
 
 
@@ -316,11 +316,11 @@ class Program:
         """Until the next event or wake-up; `changed` is held. Ctrl-C in here is also the end of the program."""
         left = self._time_left()
         try:
-            self.changed.wait(None if left is None else max(0.0, left) + _DEADLINE_GRACE_S)
+            self.changed.wait(None if left is None else max(0.0, left) + DEADLINE_GRACE_S)
         except BaseException:
             self.cancel()
             raise
-        self._check_deadline(_DEADLINE_GRACE_S)
+        self._check_deadline(DEADLINE_GRACE_S)
 
     def _check_deadline(self, grace_s: float) -> None:
         """Fail the program once its deadline is over and nobody else has done so. `changed` is held."""
@@ -393,11 +393,11 @@ class Program:
         """Wait for `woken`, or for the deadline."""
         left = self._time_left()
         try:
-            async with asyncio.timeout(None if left is None else max(0.0, left) + _DEADLINE_GRACE_S):
+            async with asyncio.timeout(None if left is None else max(0.0, left) + DEADLINE_GRACE_S):
                 await woken.wait()
         except TimeoutError:
             with self.changed:
-                self._check_deadline(_DEADLINE_GRACE_S)
+                self._check_deadline(DEADLINE_GRACE_S)
 
     async def wait_end_async(self) -> None:
         """`wait_end` for asyncio."""

@@ -26,6 +26,8 @@ import msgspec
 
 from sgl.errors import InvalidProgram, SglError, SourceLocation
 from sgl.lang.backend import EventSink
+from sgl.lang.capture import Capture, user_location
+from sgl.lang.forms import form_name
 from sgl.lang.graph import (
     ARGUMENTS,
     ChoiceScore,
@@ -49,11 +51,11 @@ from sgl.lang.graph import (
     ValueEvent,
     Var,
 )
-from sgl.lang.interpreter import Program, user_location
-from sgl.lang.outputs import ListOutput, Output, TextOutput
+from sgl.lang.interpreter import Program
+from sgl.lang.outputs import ListOutput, Output, ReasoningOutput, TextOutput
 from sgl.lang.passes import merge_text
 from sgl.lang.state import ProgramState
-from sgl.lang.variables import texts
+from sgl.lang.variables import Gathered, Reasoning, Variable, texts
 
 if TYPE_CHECKING:
     from sgl.lang.function import SglFunction
@@ -346,18 +348,33 @@ def _outputs(state: ProgramState, markers: Markers) -> dict[str, Output]:
     """Every variable of a state; what is not made of texts is left out."""
     found = {}
     for name, variable in state._core.names().items():
-        output = _output(texts(variable), markers)
+        output = _output(variable, markers)
         if output is not None:
             found[name] = output
     return found
 
 
-def _output(value: Any, markers: Markers) -> Output | None:
+def _output(variable: Variable, markers: Markers) -> Output | None:
+    match variable:
+        case Capture(form=form):
+            text = TextOutput(markers.segments(str.__str__(variable.done.value)))
+            return msgspec.structs.replace(text, form=form_name(form), is_typed=form is not None and form.is_typed)
+        case Reasoning(capture=capture):
+            (place,) = markers.segments(str.__str__(capture.done.value)) or (None,)
+            return ReasoningOutput(place) if isinstance(place, Var) else None
+        case Gathered(variables=each):
+            items = [_output(item, markers) for item in each]
+            return ListOutput(tuple(item for item in items if item is not None)) if None not in items else None
+        case _:
+            return _text_output(texts(variable), markers)
+
+
+def _text_output(value: Any, markers: Markers) -> Output | None:
     if isinstance(value, str):
         return TextOutput(markers.segments(str.__str__(value)))
     if not isinstance(value, (list, tuple)):
         return None
-    items = [_output(item, markers) for item in value]
+    items = [_text_output(item, markers) for item in value]
     return ListOutput(tuple(item for item in items if item is not None)) if None not in items else None
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
 
 import sgl
-from sgl.errors import GenerationError, InvalidParameter, InvalidProgram
+from sgl.errors import DeadlineExceeded, GenerationError, InternalError, InvalidParameter, InvalidProgram
 from sgl.lang.compile import CompiledProgram
 from sgl.lang.dataflow import needs, parents
 from sgl.lang.graph import Fork, Gen, Select
@@ -245,3 +246,100 @@ def test_errors_of_a_run_and_of_a_row():
     assert results[1].location.line == line_of(judge, "sgl.gen(")
     with pytest.raises(GenerationError):
         program.run_batch([["a"], ["b"]], backend=sgl.MockBackend({"note": ["1", "2"]}))
+
+
+def test_typed_values_and_reasoning_of_a_compiled_run():
+    @dataclasses.dataclass
+    class Person:
+        name: str
+
+    @sgl.function
+    def program(s):
+        s += "n: " + sgl.gen("n", type=int) + " p: " + sgl.gen("p", type=Person) + " d: " + sgl.gen("d", dtype=int)
+        s += " <think>" + sgl.separate_reasoning(sgl.gen("x"), model_type="qwen3")
+        s += sgl.gen("many", type=int, n=2) + sgl.select("c", ["a", "b"])
+
+    answers = ["3", '{"name": "Ada"}', "7", "hidden</think>4", "1", "2"]
+    expected = program.run(backend=sgl.MockBackend(answers))
+    run = program.compile().run(backend=sgl.MockBackend(answers))
+    assert run.text() == expected.text()
+    for name in ("n", "d", "x", "x_reasoning_content", "many", "c"):
+        assert run[name] == expected[name]
+    assert (run["x_reasoning_content"], run["n"], run["many"]) == ("hidden", 3, [1, 2])
+    assert run["p"] == {"name": "Ada"}, "what JSON holds: the class is the body's"
+    assert (run["d"], run.value("d")) == ("7", 7)
+    assert run.probabilities("c") == {"a": 1.0, "b": 0.0}
+    assert CompiledProgram.from_json(program.compile().to_json()) == program.compile()
+
+
+def test_seeds_of_a_compiled_run():
+    @sgl.function
+    def program(s, q):
+        s += q + sgl.gen("x") + sgl.gen("y", seed=5)
+
+    mock = sgl.MockBackend()
+    for seed in (1, 1, 2):
+        program.compile().run("a", backend=mock, seed=seed)
+    program.compile().run_batch([["a"], ["b"]], backend=mock, seed=1)
+    seeds = [[node.sampling.seed for node in graph.nodes if isinstance(node, Gen)] for graph in mock.graphs]
+    assert seeds[0] == seeds[1] != seeds[2]
+    assert all(own == 5 for _, own in seeds)
+    assert len({first for first, _ in seeds}) == 4
+
+
+class Silent:
+    """A backend that takes programs and says nothing."""
+
+    def open(self, sink, options):
+        self.cancelled = 0
+        return self
+
+    def submit(self, graph, *, finish=False):
+        """Never done."""
+
+    def read_state(self, branch):
+        raise NotImplementedError
+
+    def cancel(self):
+        self.cancelled += 1
+
+    def flush_cache(self):
+        return False
+
+    def server_info(self):
+        return {}
+
+    def shutdown(self):
+        """Nothing."""
+
+
+def test_a_compiled_run_ends_without_its_backend(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("sgl.lang.compiled_run.DEADLINE_GRACE_S", 0.05)
+    program = judge.compile(essay="On tea")
+    silent = Silent()
+    with pytest.raises(DeadlineExceeded):
+        program.run(backend=silent, deadline_s=0.01)
+    assert silent.cancelled == 1
+    with pytest.raises(DeadlineExceeded):
+        program.run_batch([[], []], backend=silent, deadline_s=0.01)
+
+    def refuse(graph, *, finish=False):
+        raise OSError("no")
+
+    silent.submit = refuse
+    with pytest.raises(InternalError, match="OSError: no"):
+        program.run(backend=silent)
+
+
+def test_the_first_row_that_fails_ends_a_compiled_batch():
+    @sgl.function
+    def program(s, q):
+        s += q + sgl.gen("x")
+
+    def answer(prompt: str, node: Gen) -> str:
+        if prompt == "bad":
+            raise GenerationError("no")
+        return "y"
+
+    with pytest.raises(GenerationError, match="no"):
+        program.compile().run_batch([["a"], ["bad"], ["c"]], backend=sgl.MockBackend(answer))
