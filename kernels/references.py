@@ -37,6 +37,7 @@ _REFERENCES = {
     "paged_attention": "sgl.kernels.attention",
     "apply_bitmask": "sgl.kernels.bitmask",
     "argmax": "sgl.kernels.elementwise",
+    "top_k": "sgl.kernels.sampling",
 }
 
 
@@ -76,7 +77,7 @@ for _op, _module in {"rms_norm": "elementwise", "plan_attention": "attention", "
         _lazily(f"sgl.kernels.triton.{_module}", _op)
     )
 
-for _op in ("rms_norm", "rotary", "silu_mul", "kv_write", "plan_attention", "paged_attention", "argmax"):
+for _op in ("rms_norm", "rotary", "silu_mul", "kv_write", "plan_attention", "paged_attention", "argmax", "top_k"):
     registry.register(
         _op,
         "native",
