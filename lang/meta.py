@@ -29,6 +29,7 @@ def meta_info(event: ValueEvent) -> dict[str, Any]:
         "finish_reason": finish,
         "prompt_tokens": event.usage.prompt_tokens,
         "completion_tokens": event.usage.completion_tokens,
+        "reasoning_tokens": event.usage.reasoning_tokens,
         "cached_tokens": event.usage.cached_tokens,
         "e2e_latency": event.latency_s,
         "output_ids": list(event.token_ids),

@@ -234,10 +234,11 @@ class MockSession(GraphSession[RenderedState]):
             for piece in self._backend.renderer().split(text):
                 self.emit(DeltaEvent(node.id, branch.id, node.name, piece, tuple(islice(ids, 1))))
         token_ids = self._ids(prompt, text)
+        num_thoughts = 0
         if node.reasoning is not None:
-            fmt = reasoning_format(node.reasoning)
-            answer = message_parser(reasoning=fmt, prompt=before).parse(text).content
-            prompt.add_generated(answer)
+            message = message_parser(reasoning=reasoning_format(node.reasoning), prompt=before).parse(text)
+            num_thoughts = len(self._ids(prompt, message.reasoning))
+            prompt.add_generated(message.content)
         else:
             prompt.add_generated(text, token_ids)
         self.finish(
@@ -251,7 +252,7 @@ class MockSession(GraphSession[RenderedState]):
                 token_ids=token_ids,
                 finish=finish,
                 matched=matched,
-                usage=_used(num_before, len(token_ids)),
+                usage=_used(num_before, len(token_ids), num_thoughts),
                 logprobs=tuple(TokenLogprob(id, 0.0) for id in token_ids) if sampling.return_logprob else (),
                 prompt_logprobs=_prompt_logprobs(prompt.ids[:num_before], sampling),
             ),
@@ -325,8 +326,8 @@ class MockSession(GraphSession[RenderedState]):
         return (cut.text, "stop", cut.matched) if cut is not None else (text, finish, None)
 
 
-def _used(prompt: int, completion: int) -> Usage:
-    return Usage(prompt_tokens=prompt, prefill_tokens=prompt, completion_tokens=completion)
+def _used(prompt: int, completion: int, reasoning: int = 0) -> Usage:
+    return Usage(prompt_tokens=prompt, prefill_tokens=prompt, completion_tokens=completion, reasoning_tokens=reasoning)
 
 
 def _prompt_logprobs(ids: Sequence[int], sampling: Sampling) -> tuple[TokenLogprob, ...]:

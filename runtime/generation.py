@@ -21,12 +21,14 @@ from typing import NamedTuple
 from sgl.errors import ConstraintDeadEnd, ConstraintTooComplex
 from sgl.grammars.closing import Steering
 from sgl.grammars.matcher import Matcher, StopReason
+from sgl.grammars.reasoning import ReasoningMatcher
 from sgl.lang.graph import Sampling, TokenLogprob
 from sgl.limits import DEFAULT_LIMITS, Limits
 from sgl.runtime.healing import Seam
 from sgl.runtime.plan import RowResult, SampleSpec
 from sgl.runtime.sequence import NOTHING_FORCED, ForcedRun
 from sgl.runtime.text.detokenize import StreamDecoder, TokenBytes
+from sgl.runtime.thinking import ReasoningCount
 
 
 class Kept(NamedTuple):
@@ -51,6 +53,7 @@ class Generation:
         max_new_tokens: `sampling.max_new_tokens`, or less where the context ends first.
         matcher: the constraint, at its start; `steering`: what keeps its text within the budget.
         seam: where the output meets the text before it, if its first token is to be drawn over that.
+        reasoning: counts the tokens of reasoning, where no matcher does.
         forces: take tokens without a draw where the constraint leaves no other.
         limits: bounds the time of stop patterns.
 
@@ -70,6 +73,7 @@ class Generation:
         matcher: Matcher | None = None,
         steering: Steering | None = None,
         seam: Seam | None = None,
+        reasoning: ReasoningCount | None = None,
         forces: bool = True,
         limits: Limits = DEFAULT_LIMITS,
     ) -> None:
@@ -97,6 +101,7 @@ class Generation:
         self._num_taken = 0
         self._forces = forces and matcher is not None
         self._steering = steering
+        self._reasoning = reasoning
         self._seam = seam  # until the first token is there
         self._seam_text = seam.text if seam is not None else ""
         self.forced: list[tuple[int, int]] = []  # runs of forced tokens: where in the output, and how many
@@ -107,6 +112,13 @@ class Generation:
         self._params = json.loads(sampling.custom_params) if sampling.custom_params is not None else None
         self._ends = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else eos_ids)
         self._blocked = tuple(sorted(self._ends | eos_ids))
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        """Tokens of the model's reasoning so far, without its markers."""
+        if isinstance(self.matcher, ReasoningMatcher):
+            return self.matcher.num_reasoning_tokens
+        return self._reasoning.num_tokens if self._reasoning is not None else 0
 
     @property
     def finished(self) -> bool:
@@ -225,6 +237,8 @@ class Generation:
 
     def _append(self, entry: TokenLogprob) -> None:
         self.output_ids.append(entry.token_id)
+        if self._reasoning is not None:
+            self._reasoning.push(entry.token_id)
         if self.sampling.return_logprob:
             self.logprobs.append(entry)
         if self.before_text is not None:

@@ -24,6 +24,8 @@ from sgl.runtime.healing import Seam
 from sgl.runtime.prompt_logprobs import output_logprobs, prompt_logprobs, prompt_scores
 from sgl.runtime.sequence import Request
 from sgl.runtime.services import Services
+from sgl.runtime.text.tokenizer import Tokenizer
+from sgl.runtime.thinking import ReasoningCount
 
 
 class Drawing:
@@ -76,6 +78,7 @@ class Drawing:
             matcher=matcher,
             steering=steering,
             seam=seam,
+            reasoning=self._reasoning_count(services.tokenizer),
             forces=not services.config.disable_forced_tokens,
             limits=services.limits,
         )
@@ -169,6 +172,12 @@ class Drawing:
             return ()
 
         return check
+
+    def _reasoning_count(self, tokenizer: Tokenizer) -> ReasoningCount | None:
+        """What counts the tokens of reasoning; `None` where there is none, or where a matcher has to know them."""
+        if self.node.reasoning is None or isinstance(self._grammar, ReasoningGrammar):
+            return None
+        return ReasoningCount(reasoning_format(self.node.reasoning), self.branch.transcript.text, tokenizer)
 
     def _answer(self, value: str) -> str | None:
         """What the state keeps of a value with reasoning in it; `None` when that is everything."""

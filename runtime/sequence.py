@@ -96,6 +96,10 @@ class Sampled(Protocol):
 
     failed: tuple[str, str] | None
 
+    @property
+    def num_reasoning_tokens(self) -> int:
+        """Tokens of reasoning among those taken so far."""
+
     def spec(self) -> SampleSpec:
         """How to draw the next token."""
 
@@ -256,6 +260,7 @@ class Request:
             prefill_tokens=self.prefill_tokens,
             completion_tokens=self.completion_tokens,
             forced_tokens=self.forced_tokens,
+            reasoning_tokens=self.generation.num_reasoning_tokens if self.generation is not None else 0,
             scored_tokens=self.prefill_tokens if self.score_only else 0,
             recomputed_tokens=self.recomputed_tokens,
         )

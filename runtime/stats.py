@@ -23,6 +23,7 @@ class Stats(msgspec.Struct, kw_only=True):
     Attributes:
         prompt_tokens, cached_tokens, prefill_tokens: as in `Usage`, over all requests.
         decode_tokens: output tokens that came from a forward; `forced_tokens` were appended without one.
+        reasoning_tokens: of both, those of reasoning (see `Usage`).
         drafted_tokens, accepted_tokens: proposed by speculation, and of these, kept.
         healed_tokens, rerendered_tokens, recomputed_tokens, joined_tokens, scored_tokens: as in `Usage`.
         copied_tokens: of the cached ones, those whose page was shared in part and copied (page sizes above 1).
@@ -40,6 +41,7 @@ class Stats(msgspec.Struct, kw_only=True):
     prefill_tokens: int = 0
     decode_tokens: int = 0
     forced_tokens: int = 0
+    reasoning_tokens: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
     healed_tokens: int = 0
@@ -70,6 +72,7 @@ class Stats(msgspec.Struct, kw_only=True):
         self.prefill_tokens += usage.prefill_tokens
         self.decode_tokens += usage.completion_tokens - usage.forced_tokens
         self.forced_tokens += usage.forced_tokens
+        self.reasoning_tokens += usage.reasoning_tokens
         self.healed_tokens += usage.healed_tokens
         self.rerendered_tokens += usage.rerendered_tokens
         self.recomputed_tokens += usage.recomputed_tokens

@@ -84,6 +84,9 @@ class StreamParser:
         tools: what may be called; they tell the types of arguments, and which bare JSON or Python is a call.
         inside: the text begins within reasoning.
 
+    Attributes:
+        in_reasoning: the text so far ends within reasoning.
+
     Example:
         >>> from sgl.grammars.formats import tool_format
         >>> parser = tool_format("hermes").parser()
@@ -122,7 +125,8 @@ class StreamParser:
                 silent, inside_texts = (*silent, *reasoning.end), [*reasoning.end, *self._begins]
         self._outside = Markers([*self._begins, *reasoning_begins, *silent])
         self._inside = Markers(inside_texts)
-        self._steps = self._read(inside)
+        self.in_reasoning = inside
+        self._steps = self._read()
         next(self._steps, None)
 
     @property
@@ -155,25 +159,26 @@ class StreamParser:
 
     # --- reading ---
 
-    def _read(self, inside: bool) -> Steps[None]:
+    def _read(self) -> Steps[None]:
         source = self._source
-        if inside:
+        if self.in_reasoning:
             yield from source.space()
             yield from source.match(Markers(self._reasoning_begins))  # some models write it although the prompt has
         while True:
+            inside = self.in_reasoning
             text = self._thoughts if inside else self._content
             found = yield from source.until(self._inside if inside else self._outside, text.write)
             if not found:
                 break
             if found in self._reasoning_begins or (inside and found not in self._begins):
-                inside = not inside
+                self.in_reasoning = not inside
                 self._content.trim()
                 self._thoughts.trim()
             elif found in self._begins:
                 if not self._may_begin(found, text):
                     text.write(found)
                     continue
-                inside = False
+                self.in_reasoning = False
                 self._thoughts.trim()
                 yield from self._block(found)
         self._content.flush()

@@ -309,6 +309,7 @@ def usage_of(usage: Any) -> Usage:
         cached_tokens=cached,
         prefill_tokens=usage.prompt_tokens - cached,
         completion_tokens=usage.completion_tokens or 0,
+        reasoning_tokens=getattr(getattr(usage, "completion_tokens_details", None), "reasoning_tokens", None) or 0,
     )
 
 

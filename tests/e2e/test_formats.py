@@ -59,6 +59,20 @@ def test_a_constraint_waits_for_the_reasoning_whose_budget_is_exact(smollm2: Eng
     assert len(message.content) == 1
     assert message.content.isdigit()
     assert held["meta_info"]["finish_reason"]["type"] == "stop"
+    assert [each["meta_info"]["reasoning_tokens"] for each in (free, short, held)] == [0, 4, 12]
+
+
+def test_reasoning_is_counted_where_nothing_holds_it(smollm2: Engine) -> None:
+    @sgl.function
+    def think(s: sgl.ProgramState) -> None:
+        s += "2 + 2?\n<think>" + sgl.separate_reasoning(sgl.gen("x", max_tokens=6, temperature=0), "qwen3")
+
+    before = smollm2.stats()["reasoning_tokens"]
+    state = think.run(backend=smollm2)
+    thoughts = state["x_reasoning_content"]
+    assert thoughts
+    assert (state["x"], state.get_meta_info("x")["reasoning_tokens"], state.usage.reasoning_tokens) == ("", 6, 6)
+    assert smollm2.stats()["reasoning_tokens"] == before + 6
 
 
 def test_a_token_budget_leaves_room_for_the_answer(smollm2: Engine) -> None:

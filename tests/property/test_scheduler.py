@@ -34,6 +34,7 @@ class Drawn:
     """A generation that draws a fixed token so often, and knows which is the last unless its length is odd."""
 
     failed: tuple[str, str] | None = None
+    num_reasoning_tokens = 0
 
     def __init__(self, length: int) -> None:
         self.left = length

@@ -221,7 +221,7 @@ def used(prompt: str, text: str) -> dict[str, Any]:
     details = {"cached_tokens": num_prompt // 2}
     return {
         "prompt_tokens": num_prompt, "completion_tokens": num_text, "total_tokens": num_prompt + num_text,
-        "prompt_tokens_details": details,
+        "prompt_tokens_details": details, "completion_tokens_details": {"reasoning_tokens": num_text // 2},
     }  # fmt: skip
 
 

@@ -78,6 +78,7 @@ def test_a_chat_is_sent_as_turns():
     assert (second["seed"], second["top_p"]) == (7, 0.9)
     meta = state.get_meta_info("answer")
     assert (meta["prompt_tokens"], meta["cached_tokens"], meta["completion_tokens"]) == (5, 2, 3)
+    assert meta["reasoning_tokens"] == 1
 
 
 def test_streams_come_in_pieces():

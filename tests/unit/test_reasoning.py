@@ -11,11 +11,14 @@ from support.matcher_conformance import State, state, world
 
 from sgl.errors import InvalidParameter
 from sgl.grammars.compiler import GrammarCompiler
+from sgl.grammars.formats import reasoning_format
 from sgl.grammars.matcher import CompiledGrammar, StopReason, allocate_bitmask, bitmask_to_bool
 from sgl.grammars.reasoning import Reasoning, ReasoningMatcher
 from sgl.grammars.spec import Choices, Regex
 from sgl.lang.graph import Gen, Sampling
-from sgl.runtime.thinking import reasoning_section
+from sgl.runtime.generation import Generation
+from sgl.runtime.plan import RowResult
+from sgl.runtime.thinking import ReasoningCount, reasoning_section
 
 WORLD = world()
 COMPILER = GrammarCompiler(WORLD.tokenizer_json, WORLD.vocab_size, WORLD.eos_ids)
@@ -92,6 +95,36 @@ def test_the_budget_is_exact(budget: int, inner: CompiledGrammar | None) -> None
     assert follow(following, "</think>")
     assert following.num_reasoning_tokens == budget
     assert follow(following, "123")
+
+
+class Bytes:
+    """The world's tokens as a decoder sees them."""
+
+    def token_bytes(self, token_id: int, *, skip_special_tokens: bool = True) -> bytes:
+        return WORLD.token_bytes.get(token_id, b"")
+
+
+@pytest.mark.parametrize(
+    ("text", "is_open", "count"),
+    [
+        ("<think>true, ab</think>123", False, 4 + 7),  # "true", ",", " a", "b", and an end marker but its last token
+        ("<think></think>123", False, 7),
+        ("\u00e9\u00e9", True, 4),  # characters of two tokens
+        ("123", False, 0),
+        ("", True, 0),
+    ],
+)
+def test_tokens_of_reasoning_are_counted_with_a_matcher_and_without_alike(text: str, is_open: bool, count: int) -> None:
+    following = matcher(is_open=is_open)
+    assert follow(following, text)
+    counting = ReasoningCount(reasoning_format("qwen3"), "<think>" if is_open else "", Bytes())
+    generations = [
+        Generation(Sampling(temperature=0.0), Bytes(), frozenset(), seed=0, max_new_tokens=99, **held)
+        for held in ({"matcher": following}, {"reasoning": counting}, {})
+    ]
+    for token_id in WORLD.encode(text):
+        generations[1].push(RowResult(sequence=0, token_id=token_id))
+    assert [generation.num_reasoning_tokens for generation in generations] == [count, count, 0]
 
 
 def test_reasoning_that_does_not_come_has_no_budget() -> None:
