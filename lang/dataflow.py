@@ -44,14 +44,19 @@ def variables(graph: Graph) -> Iterator[tuple[int, int, Var]]:
                     yield position, place, segment
 
 
-def reads_of(nodes: Iterable[Node]) -> Reads:
-    """What the variables of these nodes read; places are node ids."""
-    reads = Reads()
+def note_reads(reads: Reads, nodes: Iterable[Node]) -> None:
+    """Tell `reads` of more nodes of its program; places are node ids."""
     for node in nodes:
         if isinstance(node, (Gen, Select)):
             reads.generated(node.branch, node.name, node.id)
         elif isinstance(node, Fork):
             reads.forked(node.branch, node.children, node.id)
+
+
+def reads_of(nodes: Iterable[Node]) -> Reads:
+    """What the variables of these nodes read."""
+    reads = Reads()
+    note_reads(reads, nodes)
     return reads
 
 

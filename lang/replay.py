@@ -18,9 +18,11 @@ from typing import Any
 
 import msgspec
 
-from sgl.errors import Cancelled, EngineDead, InvalidParameter, InvalidProgram, SglError, StateLost
+from sgl.errors import Cancelled, EngineDead, InvalidParameter, InvalidProgram, SglError, StateLost, Unsupported
+from sgl.grammars.formats import message_parser, reasoning_format
 from sgl.lang import defaults
 from sgl.lang.backend import Backend, EventSink, Session
+from sgl.lang.dataflow import note_reads
 from sgl.lang.graph import (
     DoneEvent,
     Event,
@@ -30,10 +32,12 @@ from sgl.lang.graph import (
     LiteralText,
     Node,
     ProgramOptions,
+    Reads,
     Segment,
     Select,
     StateText,
     Text,
+    Tokens,
     ValueEvent,
     Var,
     digest,
@@ -65,10 +69,18 @@ class ProgramRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Recording(msgspec.Struct, frozen=True, kw_only=True):
-    """What a recorder has seen, in the order in which programs were opened."""
+    """What a recorder has seen, in the order in which programs were opened.
+
+    Attributes:
+        backend: the model, or what else executed them.
+        sampling: what that model recommends, and `formats` how it writes tools and reasoning: what the programs that
+            were recorded depended on besides their arguments.
+    """
 
     backend: str
     programs: tuple[ProgramRecord, ...]
+    sampling: dict[str, Any] = {}
+    formats: dict[str, Any] = {}
     format: int = FORMAT
 
     def save(self, path: str | Path) -> None:
@@ -144,7 +156,13 @@ class Recorder:
         info = self._backend.server_info()
         with self._lock:
             programs = tuple(session.record() for session in self._sessions)
-        return Recording(backend=str(info.get("model", info.get("backend", ""))), programs=programs)
+        recommend = getattr(self._backend, "sampling_defaults", None)
+        return Recording(
+            backend=_model_of(info),
+            programs=programs,
+            sampling=dict(recommend()) if recommend is not None else {},
+            formats=dict(info.get("formats", {})),
+        )
 
     def save(self) -> None:
         """Write the file."""
@@ -260,7 +278,16 @@ class Replay:
 
     def server_info(self) -> Mapping[str, Any]:
         """What was recorded."""
-        return {"backend": "replay", "model": self.recording.backend, "num_programs": len(self.recording.programs)}
+        return {
+            "backend": "replay",
+            "model": self.recording.backend,
+            "num_programs": len(self.recording.programs),
+            "formats": self.recording.formats,
+        }
+
+    def sampling_defaults(self) -> Mapping[str, Any]:
+        """What the recorded model recommended."""
+        return self.recording.sampling
 
     def renderer(self) -> Renderer:
         """The default one: a recording has no tokenizer."""
@@ -309,6 +336,7 @@ class _Playing:
         self._ended = False
         self._live: Session | None = None
         self._values: dict[int, ValueEvent] = {}
+        self._read = Reads()
 
     # --- the protocol ---
 
@@ -389,7 +417,14 @@ class _Playing:
         played = [self._values[node.id] for node in graph.nodes if node.id in self._values]
         for event in played:
             replay._workers.post(partial(self._sink, event))
-        self._live.submit(_with_values(graph, self._values), finish=finish)
+        note_reads(self._read, graph.nodes)
+        # Token ids mean something to the model that drew them, and to no other.
+        same_model = _model_of(replay._backend.server_info()) == replay.recording.backend if replay._backend else False
+        exact = _with_values(graph, self._values, self._read, as_tokens=same_model)
+        try:
+            self._live.submit(exact, finish=finish)
+        except Unsupported:
+            self._live.submit(_with_values(graph, self._values, self._read, as_tokens=False), finish=finish)
 
 
 def _compare(recorded: Graph, sent: Graph, name: str) -> None:
@@ -420,21 +455,37 @@ def _told(node: Node) -> str:
     return text if len(text) <= 120 else f"{text[:117]}..."
 
 
-def _with_values(graph: Graph, values: Mapping[int, ValueEvent]) -> Graph:
-    """A graph in which generations that have a value are its text, and so are the variables that read them."""
-    known = {(event.branch, event.name): event.value for event in values.values()}
+def _with_values(graph: Graph, values: Mapping[int, ValueEvent], reads: Reads, *, as_tokens: bool) -> Graph:
+    """A graph in which what generations that have a value left in the state stands in their place, and the values in
+    that of variables that read them."""
 
-    def fill(segment: Segment) -> Segment:
-        value = known.get((segment.branch, segment.name)) if isinstance(segment, Var) else None
-        return LiteralText(value) if value is not None else segment
+    def fill(segment: Segment, at: int) -> Segment:
+        source = reads.of(segment, at) if isinstance(segment, Var) else None
+        return LiteralText(values[source].value) if source in values else segment
 
     nodes: list[Node] = []
     for node in graph.nodes:
         if isinstance(node, (Gen, Select)) and node.id in values:
-            text = (LiteralText(values[node.id].value),)
-            nodes.append(Text(id=node.id, branch=node.branch, location=node.location, segments=text))
+            nodes.append(_left_by(node, values[node.id], as_tokens=as_tokens))
         elif isinstance(node, Text):
-            nodes.append(msgspec.structs.replace(node, segments=tuple(map(fill, node.segments))))
+            filled = tuple(fill(segment, node.id) for segment in node.segments)
+            nodes.append(msgspec.structs.replace(node, segments=filled))
         else:
             nodes.append(node)
     return msgspec.structs.replace(graph, nodes=tuple(nodes))
+
+
+def _left_by(node: Gen | Select, event: ValueEvent, *, as_tokens: bool) -> Text | Tokens:
+    """What a generation left in its state: its tokens, where none of them ended it; or the answer alone where there is
+    reasoning."""
+    reasoning = node.reasoning if isinstance(node, Gen) else None
+    if as_tokens and reasoning is None and isinstance(node, Gen) and event.token_ids and event.finish == "length":
+        return Tokens(id=node.id, branch=node.branch, location=node.location, token_ids=event.token_ids)
+    text = event.value
+    if reasoning is not None:
+        text = message_parser(reasoning=reasoning_format(reasoning)).parse(text).content
+    return Text(id=node.id, branch=node.branch, location=node.location, segments=(LiteralText(text),))
+
+
+def _model_of(info: Mapping[str, Any]) -> str:
+    return str(info.get("model", info.get("backend", "")))

@@ -120,3 +120,42 @@ def test_a_file_that_is_no_recording(tmp_path: Path):
     file.write_text("{}")
     with pytest.raises(InvalidProgram, match="is no recording"):
         sgl.Replay(file)
+
+
+def test_a_branch_goes_on_behind_the_answer_and_its_tokens(tmp_path: Path, dummy_engine: sgl.Engine):
+    @sgl.function
+    def thinks(s):
+        s += "Q " + sgl.separate_reasoning(sgl.gen("x"), model_type="qwen3") + " then " + sgl.gen("y")
+
+    with sgl.Recorder(tmp_path / "a.json", sgl.MockBackend(["<think>long</think>4", "5"])) as recorder:
+        assert thinks.run(backend=recorder).text() == "Q 4 then 5"
+    other = sgl.Replay(tmp_path / "a.json", until=3, backend=sgl.MockBackend({"y": "6"}))
+    assert thinks.run(backend=other).text() == "Q 4 then 6"
+
+    @sgl.function
+    def two(s):
+        s += "One " + sgl.gen("a", max_tokens=5, ignore_eos=True) + " two " + sgl.gen("b", max_tokens=3)
+        return s._program.read_state(0).token_ids
+
+    with sgl.Recorder(tmp_path / "b.json", dummy_engine) as recorder:
+        recorded = two.run(backend=recorder, temperature=0).ret_value
+    replay = sgl.Replay(tmp_path / "b.json", until=3, backend=dummy_engine)
+    assert two.run(backend=replay, temperature=0).ret_value == recorded
+
+
+def test_what_the_model_recommends_and_how_it_reasons_is_recorded(tmp_path: Path):
+    class Recommending(sgl.MockBackend):
+        def sampling_defaults(self):
+            return {"temperature": 0.2}
+
+        def server_info(self):
+            return {**super().server_info(), "formats": {"reasoning": "qwen3", "tool": "hermes"}}
+
+    @sgl.function
+    def program(s):
+        s += "Q " + sgl.separate_reasoning(sgl.gen("x"))
+
+    with sgl.Recorder(tmp_path / "a.json", Recommending(["<think>long</think>4"])) as recorder:
+        program.run(backend=recorder)
+    state = program.run(backend=sgl.Replay(tmp_path / "a.json"))
+    assert (state["x"], state["x_reasoning_content"]) == ("4", "long")
