@@ -285,10 +285,14 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
         available_source: who says so (the tightest of `memory_limits`).
         memory_limits: everyone who limits this process.
         longest_context_len: what the model's rope scaling can be used for, where that is more than its own default.
+        intermediate_size: numbers of a token in the widest of four tensors that a layer's feed-forward holds at once.
+        attention_window, attention_softcap: what the model's attention needs beyond the plain one: keys that layers
+            which do not see the whole context see, at most, and a bound of scores; 0 for neither.
         largest_tensor: numbers in the largest weight.
         weights_kind: form of the checkpoint (`gguf`, `safetensors`, `dummy`).
         packed_bytes: size of a GGUF file's weights as the native kernels keep them.
         native, native_obstacle: what the native kernels are or would be built with; why they cannot be.
+        prepacked_obstacle: why oneDNN does not keep bfloat16 weights in its own order where torch computes.
         triton: version of the Triton that is installed, if one is.
     """
 
@@ -306,6 +310,8 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     head_dim: int
     hidden_size: int = 0
     intermediate_size: int = 0
+    attention_window: int = 0
+    attention_softcap: float = 0.0
     vocab_size: int = 0
     num_parameters: int
     largest_tensor: int = 0
@@ -314,6 +320,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     packed_bytes: int = 0
     native: str = ""
     native_obstacle: str = "nobody looked whether the native kernels can be built"
+    prepacked_obstacle: str = "nobody looked whether oneDNN can"
     triton: str = ""
 
 
