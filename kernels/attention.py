@@ -8,21 +8,24 @@ A slot is one position in the pool: position `p` of a sequence lies in slot `pag
 p % page_size`. Slots beyond a sequence's end are never read (a padded row repeats a slot of its own sequence), so the
 pool need not be cleared and no sequence sees another's NaN.
 
+A layer may see a part of the context only (`window`), and bound its scores (`softcap`): both are arguments of the op. A
+window is another plan over the same slots, so the pool keeps all keys and values.
+
 Shapes: T tokens of the step, S slots of the pool, H query heads, K key/value heads, G = H / K, D head size, B rows of
-one token, L longest context among them.
+one token, L longest context among them, Q queries of one span.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from sgl.kernels.workspace import rows_at_once
+from sgl.kernels.workspace import capped_rows_at_once, rows_at_once
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,39 @@ class AttentionPlan:
     single_mask: torch.Tensor | None
     """`[B, 1, 1, L]`, true where the slot counts; `None` when all contexts are equally long."""
     spans: tuple[Span, ...]
+    _windowed: dict[int, AttentionPlan] = field(default_factory=dict, repr=False, compare=False)
+
+    def windowed(self, window: int) -> AttentionPlan:
+        """The plan of layers whose queries see `window` keys, their own included. Made at first use, then kept."""
+        if window not in self._windowed:
+            slots, mask = self._last_slots(window)
+            spans = tuple(_windowed_span(span, window) for span in self.spans)
+            self._windowed[window] = replace(self, single_slots=slots, single_mask=mask, spans=spans, _windowed={})
+        return self._windowed[window]
+
+    def _last_slots(self, window: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """`single_slots` and `single_mask` of the last `window` keys of each context."""
+        longest = self.single_slots.shape[1]
+        if longest <= window:
+            return self.single_slots, self.single_mask
+        if self.single_mask is None:
+            return self.single_slots[:, -window:], None
+        lengths_B1 = self.single_mask[:, 0, 0].sum(dim=-1, keepdim=True)
+        positions = (lengths_B1 - window).clamp(min=0) + torch.arange(window, device=lengths_B1.device)
+        slots = self.single_slots.gather(1, positions.minimum(lengths_B1 - 1))
+        return slots, (positions < lengths_B1)[:, None, None, :]
+
+
+def _windowed_span(span: Span, window: int) -> Span:
+    context, num_queries = len(span.slots), span.end - span.begin
+    if context <= window:
+        return span
+    first_query = context - num_queries
+    first_key = max(0, first_query - window + 1)
+    queries_Q1 = torch.arange(first_query, context, device=span.slots.device)[:, None]
+    keys_L = torch.arange(first_key, context, device=span.slots.device)
+    mask_QL = (keys_L <= queries_Q1) & (keys_L > queries_Q1 - window)
+    return Span(span.begin, span.end, span.slots[first_key:], mask_QL)
 
 
 def plan_attention(
@@ -129,9 +165,19 @@ def paged_attention(
     values_SKD: torch.Tensor,
     plan: AttentionPlan,
     scale: float,
+    *,
+    window: int = 0,
+    softcap: float = 0.0,
 ) -> torch.Tensor:
-    """Causal attention of every token of the step over its sequence's pages; `[T, H, D]`."""
+    """Causal attention of every token of the step over its sequence's pages; `[T, H, D]`.
+
+    Args:
+        window: keys that a query sees, its own included; 0 for all.
+        softcap: scores are bounded as `softcap * tanh(score / softcap)`; 0 for none.
+    """
     _, num_heads, head_dim = query_THD.shape
+    if window:
+        plan = plan.windowed(window)
     num_kv_heads = keys_SKD.shape[1]
     group = num_heads // num_kv_heads
     out_THD = torch.empty_like(query_THD)
@@ -142,18 +188,55 @@ def paged_attention(
         rows, slots = plan.single_rows[group_rows], plan.single_slots[group_rows]
         # The heads that share a key head become its queries: nothing is repeated in memory.
         query_BKGD = query_THD[rows].view(-1, num_kv_heads, group, head_dim)
-        key_BKLD = keys_SKD[slots].transpose(1, 2)
-        value_BKLD = values_SKD[slots].transpose(1, 2)
+        key_BKLD = keys_SKD[slots].transpose(1, 2).to(query_THD.dtype)
+        value_BKLD = values_SKD[slots].transpose(1, 2).to(query_THD.dtype)
         mask = None if plan.single_mask is None else plan.single_mask[group_rows]
-        mixed_BKGD = scaled_dot_product_attention(query_BKGD, key_BKLD, value_BKLD, attn_mask=mask, scale=scale)
+        if softcap:
+            mixed_BKGD = _capped(query_BKGD, key_BKLD, value_BKLD, mask, scale, softcap)
+        else:
+            mixed_BKGD = scaled_dot_product_attention(query_BKGD, key_BKLD, value_BKLD, attn_mask=mask, scale=scale)
         out_THD[rows] = mixed_BKGD.reshape(-1, num_heads, head_dim)
 
     for span in plan.spans:
         query = query_THD[span.begin : span.end].transpose(0, 1).unsqueeze(0)
-        key = keys_SKD[span.slots].transpose(0, 1).repeat_interleave(group, dim=0).unsqueeze(0)
-        value = values_SKD[span.slots].transpose(0, 1).repeat_interleave(group, dim=0).unsqueeze(0)
-        mixed = scaled_dot_product_attention(
-            query, key, value, attn_mask=span.mask, is_causal=span.mask is None, scale=scale
-        )
+        key = keys_SKD[span.slots].to(query.dtype).transpose(0, 1).repeat_interleave(group, dim=0).unsqueeze(0)
+        value = values_SKD[span.slots].to(query.dtype).transpose(0, 1).repeat_interleave(group, dim=0).unsqueeze(0)
+        if softcap:
+            mixed = _capped_span(query, key, value, span, scale, softcap)
+        else:
+            mixed = scaled_dot_product_attention(
+                query, key, value, attn_mask=span.mask, is_causal=span.mask is None, scale=scale
+            )
         out_THD[span.begin : span.end] = mixed.squeeze(0).transpose(0, 1)
     return out_THD
+
+
+def _capped(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float,
+    softcap: float,
+) -> torch.Tensor:
+    """`scaled_dot_product_attention` with bounded scores, the softmax in float32."""
+    scores = (query @ key.transpose(-1, -2)).mul_(scale / softcap).tanh_().mul_(softcap)
+    if mask is not None:
+        scores.masked_fill_(~mask, -torch.inf)
+    return scores.softmax(dim=-1, dtype=torch.float32).to(query.dtype) @ value
+
+
+def _capped_span(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, span: Span, scale: float, softcap: float
+) -> torch.Tensor:
+    """Scores are held for some queries at a time: `[H, Q, L]` of a long prompt would be the largest tensor of all."""
+    num_heads, num_queries, context = query.shape[1], query.shape[2], key.shape[2]
+    mask_QL = span.mask
+    if mask_QL is None:
+        mask_QL = torch.ones(num_queries, context, dtype=torch.bool, device=query.device).tril()
+    at_once = capped_rows_at_once(num_heads, context)
+    parts = [
+        _capped(query[:, :, rows], key, value, mask_QL[rows], scale, softcap)
+        for rows in (slice(first, first + at_once) for first in range(0, num_queries, at_once))
+    ]
+    return torch.cat(parts, dim=2)

@@ -14,6 +14,7 @@ together, N queries of each, L slots of each (a multiple of `BLOCK`), M padded r
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch.nn import functional
@@ -40,20 +41,39 @@ def linear(x_TN: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None =
 
 
 def paged_attention(
-    query_THD: torch.Tensor, keys_SKD: torch.Tensor, values_SKD: torch.Tensor, plan: AttentionPlan, scale: float
+    query_THD: torch.Tensor,
+    keys_SKD: torch.Tensor,
+    values_SKD: torch.Tensor,
+    plan: AttentionPlan,
+    scale: float,
+    *,
+    window: int = 0,
+    softcap: float = 0.0,
 ) -> torch.Tensor:
-    """As the op's reference; rows of the step that belong to no chunk (padding) give zeros."""
+    """As the op's reference; rows of the step that belong to no chunk (padding) give zeros.
+
+    A window hides keys of the same blocks: one that begins with the window would have other sums at every position.
+    """
     out_THD = torch.zeros_like(query_THD)
+    sight = _Sight(scale, window, softcap)
     for rows_B, slots_BL, lengths_B in _singles(plan):
-        out_THD[rows_B] = _attend(query_THD[rows_B].unsqueeze(1), keys_SKD, values_SKD, slots_BL, lengths_B, scale)[
+        out_THD[rows_B] = _attend(query_THD[rows_B].unsqueeze(1), keys_SKD, values_SKD, slots_BL, lengths_B, sight)[
             :, 0
         ]
     for span in plan.spans:
         query_BNHD = query_THD[span.begin : span.end].unsqueeze(0)
         lengths_B = torch.tensor([len(span.slots)], device=query_THD.device)
-        mixed_BNHD = _attend(query_BNHD, keys_SKD, values_SKD, _whole_blocks(span.slots.unsqueeze(0)), lengths_B, scale)
+        mixed_BNHD = _attend(query_BNHD, keys_SKD, values_SKD, _whole_blocks(span.slots.unsqueeze(0)), lengths_B, sight)
         out_THD[span.begin : span.end] = mixed_BNHD[0]
     return out_THD
+
+
+class _Sight(NamedTuple):
+    """How a query looks at its context; see the op's arguments."""
+
+    scale: float
+    window: int
+    softcap: float
 
 
 def _singles(plan: AttentionPlan) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
@@ -82,7 +102,7 @@ def _attend(
     values_SKD: torch.Tensor,
     slots_BL: torch.Tensor,
     lengths_B: torch.Tensor,
-    scale: float,
+    sight: _Sight,
 ) -> torch.Tensor:
     """The last N positions of sequences whose whole context lies in `slots_BL`."""
     num_sequences, num_queries, num_heads, head_dim = query_BNHD.shape
@@ -93,23 +113,30 @@ def _attend(
     batch = num_sequences * num_kv_heads
     query_RMD = query_BNHD.new_zeros(batch, rows, head_dim)
     grouped_BKNGD = query_BNHD.view(num_sequences, num_queries, num_kv_heads, group, head_dim).transpose(1, 2)
-    query_RMD[:, :num_rows] = grouped_BKNGD.reshape(batch, num_rows, head_dim) * scale
+    query_RMD[:, :num_rows] = grouped_BKNGD.reshape(batch, num_rows, head_dim) * sight.scale
     blocks = rows // ROWS
     last_B1 = (lengths_B - 1)[:, None]
     back_M = torch.zeros(rows, dtype=torch.int64, device=slots_BL.device)
     back_M[:num_rows] = torch.arange(num_queries - 1, -1, -1, device=slots_BL.device).repeat_interleave(group)
     position_BM = last_B1 - back_M
 
-    top_RM1 = query_RMD.new_full((batch, rows, 1), -torch.inf)
+    # Finite, so that a block of which a row sees nothing leaves its sums as they are, to the bit.
+    top_RM1 = query_RMD.new_full((batch, rows, 1), torch.finfo(query_RMD.dtype).min)
     mass_RM1 = torch.zeros_like(top_RM1)
     mixed_RMD = torch.zeros_like(query_RMD)
     for begin in range(0, slots_BL.shape[1], BLOCK):
         block_BL = slots_BL[:, begin : begin + BLOCK]
         key_RLD = keys_SKD[block_BL].transpose(1, 2).reshape(batch, BLOCK, head_dim)
         value_RLD = values_SKD[block_BL].transpose(1, 2).reshape(batch, BLOCK, head_dim)
-        hidden_BML = torch.arange(begin, begin + BLOCK, device=slots_BL.device) > position_BM[:, :, None]
+        key_positions_L = torch.arange(begin, begin + BLOCK, device=slots_BL.device)
+        hidden_BML = key_positions_L > position_BM[:, :, None]
+        if sight.window:
+            hidden_BML |= key_positions_L <= position_BM[:, :, None] - sight.window
         hidden_RML = hidden_BML.repeat_interleave(num_kv_heads, dim=0)
-        score_RML = _products(query_RMD, key_RLD.transpose(1, 2), blocks).masked_fill_(hidden_RML, -torch.inf)
+        score_RML = _products(query_RMD, key_RLD.transpose(1, 2), blocks)
+        if sight.softcap:
+            score_RML = torch.tanh(score_RML / sight.softcap) * sight.softcap
+        score_RML = score_RML.masked_fill_(hidden_RML, -torch.inf)
         new_top = torch.maximum(top_RM1, score_RML.amax(dim=-1, keepdim=True))
         weight_RML = torch.exp(score_RML - new_top)
         fade = torch.exp(top_RM1 - new_top)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from sgl.kernels import registry
@@ -32,6 +33,8 @@ _REFERENCES = {
     "rms_norm": "sgl.kernels.elementwise",
     "rotary": "sgl.kernels.elementwise",
     "silu_mul": "sgl.kernels.elementwise",
+    "gelu_tanh_mul": "sgl.kernels.elementwise",
+    "experts": "sgl.kernels.moe",
     "kv_write": "sgl.kernels.attention",
     "plan_attention": "sgl.kernels.attention",
     "paged_attention": "sgl.kernels.attention",
@@ -66,14 +69,50 @@ def _(*args: Any, **kwargs: Any) -> Any:
 
 
 _fixed_blocks = _lazily("sgl.kernels.deterministic", "paged_attention")
+registry.register(
+    "experts",
+    "fixed_rows",
+    priority=10,
+    supports=lambda facts: None if facts.deterministic else "slower; it runs in deterministic mode only",
+)(_lazily("sgl.kernels.moe", "experts_alike"))
+registry.register(
+    "experts",
+    "native",
+    priority=20,
+    supports=lambda facts: None if facts.native else "the engine does not run on the native kernels",
+)(_lazily("sgl.kernels.moe", "experts_native"))
 
 
-def _runs_on_triton(facts: registry.OpFacts) -> str | None:
-    return None if facts.triton else "the engine does not run on Triton"
+_ATTENTION = ("plan_attention", "paged_attention")
+
+
+def _whole_context(facts: registry.OpFacts) -> str | None:
+    """What the attention of the native and of Triton's kernels lacks; the reference's plan goes with its attention."""
+    if facts.window:
+        return f"it looks at the whole context, and layers of this model at {facts.window} tokens"
+    return "it has no soft caps" if facts.softcap else None
+
+
+def _runs_on_triton(op: str) -> Callable[[registry.OpFacts], str | None]:
+    def supports(facts: registry.OpFacts) -> str | None:
+        if not facts.triton:
+            return "the engine does not run on Triton"
+        return _whole_context(facts) if op in _ATTENTION else None
+
+    return supports
+
+
+def _runs_natively(op: str) -> Callable[[registry.OpFacts], str | None]:
+    def supports(facts: registry.OpFacts) -> str | None:
+        if not facts.native:
+            return "the engine does not run on the native kernels"
+        return _whole_context(facts) if op in _ATTENTION else None
+
+    return supports
 
 
 for _op, _module in {"rms_norm": "elementwise", "plan_attention": "attention", "paged_attention": "attention"}.items():
-    registry.register(_op, "triton", priority=15, supports=_runs_on_triton)(
+    registry.register(_op, "triton", priority=15, supports=_runs_on_triton(_op))(
         _lazily(f"sgl.kernels.triton.{_module}", _op)
     )
 
@@ -82,5 +121,5 @@ for _op in ("rms_norm", "rotary", "silu_mul", "kv_write", "plan_attention", "pag
         _op,
         "native",
         priority=20,
-        supports=lambda facts: None if facts.native else "the engine does not run on the native kernels",
+        supports=_runs_natively(_op),
     )(_lazily("sgl.kernels.native.ops", _op))

@@ -26,6 +26,10 @@ class OpFacts(msgspec.Struct, frozen=True, kw_only=True):
     num_heads: int = 1
     num_kv_heads: int = 1
     page_size: int = 1
+    window: int = 0
+    """Keys that a query sees in layers that do not see all; 0 where all do. The longest, where layers differ."""
+    softcap: float = 0.0
+    """Bound of attention's scores, `c * tanh(score / c)`; 0 is none."""
     deterministic: bool = False
     """Every row's result must be the same bits whatever else is in the step."""
     native: bool = False

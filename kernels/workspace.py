@@ -10,6 +10,9 @@ GATHERED_SLOTS = 65_536
 """Slots of the pool that attention of single tokens gathers at a time. Sequences are taken in groups below it: without
 that bound, 64 sequences that share a long prefix would copy it 64 times at once."""
 
+CAPPED_SCORES = 2**21
+"""Scores that attention with a soft cap holds at a time, heads times queries times keys; one query's at least."""
+
 NATIVE_SPLIT = 512
 """Keys of one part of a context that the native kernels compute apart (`SPLIT` of attention.h)."""
 
@@ -43,6 +46,26 @@ def prefill_attention_bytes(
     every head, and the mask as booleans and as numbers."""
     copies = num_kv_heads + (num_heads if num_heads != num_kv_heads else 0)
     return 2 * context_len * copies * head_dim * each + num_tokens * context_len * (1 + each)
+
+
+def capped_rows_at_once(num_heads: int, context_len: int) -> int:
+    """Queries over `context_len` tokens that attention with a soft cap takes in one go.
+
+    Example:
+        >>> capped_rows_at_once(8, 4096), capped_rows_at_once(32, 1_000_000)
+        (64, 1)
+    """
+    return max(1, CAPPED_SCORES // (num_heads * max(1, context_len)))
+
+
+def capped_attention_bytes(num_heads: int, context_len: int) -> int:
+    """What a soft cap adds: scores in their own dtype, in float32 and, once they are probabilities, again in theirs.
+
+    Example:
+        >>> capped_attention_bytes(8, 4096)
+        25165824
+    """
+    return 3 * 4 * max(CAPPED_SCORES, num_heads * context_len)
 
 
 def native_attention_bytes(rows: int, context_len: int, num_heads: int, head_dim: int) -> int:

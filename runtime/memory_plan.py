@@ -17,7 +17,12 @@ from typing import TYPE_CHECKING, Literal
 import msgspec
 
 from sgl.errors import ConfigError
-from sgl.kernels.workspace import decode_attention_bytes, native_attention_bytes, prefill_attention_bytes
+from sgl.kernels.workspace import (
+    capped_attention_bytes,
+    decode_attention_bytes,
+    native_attention_bytes,
+    prefill_attention_bytes,
+)
 from sgl.limits import DEFAULT_LIMITS
 from sgl.runtime.numerics import Kernels, Quantization
 
@@ -260,13 +265,17 @@ def _activations(sizes: Sizes, facts: Facts) -> MemoryItem:
 
 def _attention(sizes: Sizes, facts: Facts) -> MemoryItem:
     context = min(sizes.context_len, sizes.pool_tokens)
-    if sizes.kernels == "native":
+    is_plain = not (facts.attention_window or facts.attention_softcap)
+    if sizes.kernels == "native" and is_plain:
         rows = sizes.chunked_prefill_size
         total = native_attention_bytes(rows, context, facts.num_heads, facts.head_dim)
         return MemoryItem(
             "attention", total, "serving", f"partial results of {rows} single tokens looking at {context}"
         )
     each = BYTES_OF[sizes.dtype]
+    if sizes.kernels == "native":  # whose activations are float32: keys and values are gathered, and converted
+        each += BYTES_OF["float32"]
+    capped = capped_attention_bytes(facts.num_heads, context) if facts.attention_softcap else 0
     prefill = prefill_attention_bytes(
         sizes.chunked_prefill_size, context, facts.num_heads, facts.num_kv_heads, facts.head_dim, each
     )
@@ -276,7 +285,7 @@ def _attention(sizes: Sizes, facts: Facts) -> MemoryItem:
         why = f"{sizes.chunked_prefill_size} tokens looking at {context}: keys and values gathered, and the mask"
     else:
         why = f"{rows} single tokens looking at {context} each: keys and values gathered in groups, and slot numbers"
-    return MemoryItem("attention", max(prefill, decode), "serving", why)
+    return MemoryItem("attention", max(prefill, decode) + capped, "serving", why)
 
 
 def _logits(sizes: Sizes, facts: Facts) -> MemoryItem:

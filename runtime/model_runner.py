@@ -17,12 +17,12 @@ import msgspec
 import torch
 
 from sgl.errors import ConfigError
-from sgl.kernels import registry
+from sgl.kernels import prepacked, registry
 from sgl.kernels.attention import AttentionPlan, plan_attention
 from sgl.kernels.deterministic import ROWS
 from sgl.kernels.native import library
 from sgl.runtime.config import GiB, ResolvedConfig
-from sgl.runtime.models.layers import op_facts
+from sgl.runtime.models.layers import op_facts, prepack
 from sgl.runtime.models.registry import CausalLM, ModelConfig
 from sgl.runtime.plan import PageCopy, StepPlan
 
@@ -138,6 +138,9 @@ class ModelRunner:
             torch.set_num_threads(resolved.num_threads)
         if resolved.kernels == "native":
             library.library().sgl_set_threads(resolved.num_threads)
+        is_plain = resolved.kernels == "torch" and not resolved.deterministic
+        if is_plain and prepacked.obstacle(resolved.dtype, resolved.device) is None:
+            prepack(model)
         self.model = model
         self.model_config = model_config
         self.device = torch.device(resolved.device)
@@ -165,6 +168,7 @@ class ModelRunner:
                 model,
                 self.cache,
                 max_rows=resolved.max_running_requests,
+                max_drawn=resolved.max_running_requests + 1,
                 spare_slot=resolved.num_pages * resolved.page_size,
                 device=self.device,
             )

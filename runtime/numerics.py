@@ -109,13 +109,26 @@ def _kernels(
         return "native", f"weights are kept as {quantization}; {facts.native}"
     if config.kernels == "native" or (dtype == "bfloat16" and not obstacle):
         return "native", f"weights are read once for all rows of a step; {facts.native}"
-    return "torch", obstacle or f"torch computes with {dtype} weights"
+    return "torch", (obstacle or f"torch computes with {dtype} weights") + _packing(config, facts, dtype)
+
+
+def _packing(config: EngineConfig, facts: Facts, dtype: Dtype) -> str:
+    """In what order torch finds its weights on a CPU."""
+    if dtype != "bfloat16" or config.enable_deterministic_inference:
+        return ""
+    if facts.prepacked_obstacle:
+        return f"; weights are not prepacked: {facts.prepacked_obstacle}"
+    return "; oneDNN keeps the weights in its own order"
 
 
 def _gpu_kernels(config: EngineConfig, facts: Facts) -> tuple[Kernels, str]:
     obstacle = "" if facts.triton else "Triton is not installed"
     if facts.head_dim < 16 or facts.head_dim & (facts.head_dim - 1):
         obstacle = f"the Triton kernels need heads of a power of two from 16, not of {facts.head_dim}"
+    if facts.attention_window:
+        obstacle = f"the Triton kernels look at the whole context, and layers of this model at {facts.attention_window}"
+    if facts.attention_softcap:
+        obstacle = "the Triton kernels have no soft caps"
     if config.enable_deterministic_inference:
         obstacle = "deterministic mode computes with torch"
     if config.kernels == "native":

@@ -1,8 +1,7 @@
 """One view of a checkpoint, whatever its form: shape, what the tokenizer needs, and the model with its weights.
 
-Owns the translation of `config.json` and GGUF metadata into `ModelConfig`, of tensor names into Hugging Face's, and
-the streaming of weights: a few tensors at a time, so that the peak is the model plus its largest tensors in float32.
-Called by the worker at start (and by `sgl doctor`, for the shape only). Importing it imports no torch.
+Owns the building of a model from what `shapes`, `names` and `tensors` say of its checkpoint. Called by the worker at
+start (and by `sgl doctor`, for the shape only). Importing it imports no torch.
 
 A model is only returned complete: every parameter filled exactly once, with its own shape; otherwise `CorruptModel`
 names the tensors concerned.
@@ -10,61 +9,32 @@ names the tensors concerned.
 
 from __future__ import annotations
 
-import math
-from collections import deque
-from collections.abc import Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
-from itertools import chain
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from sgl.errors import CorruptModel, UnsupportedModel
-from sgl.kernels.native.types import TYPES, packed_bytes
 from sgl.runtime.config import Facts
 from sgl.runtime.loading.facts import gather_facts
-from sgl.runtime.loading.folder import json_object, model_file
-from sgl.runtime.loading.gguf_reader import GGUFFile, TensorInfo
-from sgl.runtime.loading.shapes import (
-    GGUF_ROPE_TENSORS,
-    config_from_folder,
-    config_from_gguf,
-    parse_override,
-    toy_config,
-)
+from sgl.runtime.loading.folder import model_file
+from sgl.runtime.loading.gguf_config import config_from_gguf
+from sgl.runtime.loading.gguf_reader import GGUFFile
+from sgl.runtime.loading.names import Place, Shape, WeightNames
+from sgl.runtime.loading.shapes import config_from_folder, parse_override, toy_config
 from sgl.runtime.loading.sources import ModelSource
+from sgl.runtime.loading.tensors import dummy_tensors, gguf_tensors, kept_bytes, safetensors_tensors
 from sgl.runtime.loading.tokenizer_cache import gguf_tokenizer
-from sgl.runtime.models.registry import ModelConfig, model_class
+from sgl.runtime.models.registry import ModelConfig, find_architecture, model_class, parameter_sizes
 from sgl.runtime.numerics import Kernels, Quantization
 from sgl.runtime.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     import torch
 
-    from sgl.runtime.loading.placing import Blocks
+    from sgl.runtime.loading.placing import Blocks, Placing
 
-_DUMMY_SEED = 20250101
-_DUMMY_DRAWN = 2**24 - 3
-"""Numbers drawn for one matrix at most; no multiple of a row's length, so that rows differ."""
-_GGUF_NAMES = {
-    "token_embd": "model.embed_tokens",
-    "output_norm": "model.norm",
-    "output": "lm_head",
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-_INDEX = "model.safetensors.index.json"
-_WEIGHT_DTYPES = ("torch.bfloat16", "torch.float16", "torch.float32", "torch.float64")
-"""Types of numbers that mean what they say; an integer or an 8-bit float would need scales that are not there."""
-_DECODE_THREADS = 2
 _MAX_NAMED = 5
 """Tensors named in one error message."""
 
@@ -98,19 +68,24 @@ class Checkpoint:
         return None if self._gguf is None else self._gguf.metadata
 
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer in the GGUF file or beside the weights; bytes for the built-in shape.
+        """The tokenizer in the GGUF file or beside the weights; bytes for the built-in shape, and for a folder of which
+        nothing but a shape is wanted.
 
         Raises:
             UnsupportedModel, CorruptModel: as `Tokenizer.from_gguf` and `Tokenizer.from_folder`.
         """
         if self._gguf is not None:
             return gguf_tokenizer(self._gguf)
-        return Tokenizer.toy() if self.folder is None else Tokenizer.from_folder(self.folder)
+        if self.folder is None or (self.source.kind == "dummy" and model_file(self.folder, "tokenizer.json") is None):
+            return Tokenizer.toy()
+        return Tokenizer.from_folder(self.folder)
 
     def facts(self) -> Facts:
-        """Machine and model, for `runtime.config.resolve`."""
-        packed = 0 if self._gguf is None else sum(_packed_bytes(info) for info in self._gguf.tensors.values())
-        return gather_facts(self.config, weights_kind=self.source.kind, packed_bytes=packed)
+        """Machine and model, for `runtime.config.resolve`. The model is made for it, without weights, and counted."""
+        packed = 0 if self._gguf is None else sum(kept_bytes(info) for info in self._gguf.tensors.values())
+        return gather_facts(
+            self.config, parameter_sizes(self.config), weights_kind=self.source.kind, packed_bytes=packed
+        )
 
     def build_model(
         self,
@@ -134,7 +109,7 @@ class Checkpoint:
         """
         import torch
 
-        from sgl.runtime.loading.placing import NativePlacing, Placing, TorchPlacing
+        from sgl.runtime.loading.placing import NativePlacing, TorchPlacing
 
         torch_dtype: torch.dtype = getattr(torch, dtype)
         placing: Placing
@@ -142,7 +117,7 @@ class Checkpoint:
             placing, activations = NativePlacing(torch_dtype, quantization), torch.float32
         else:
             # Tensors of a folder lie in a mapped file, which may be changed or cut while the model lives.
-            placing, activations = TorchPlacing(torch_dtype, device, copy=self.folder is not None), torch_dtype
+            placing, activations = TorchPlacing(device, copy=self.folder is not None), torch_dtype
         model: torch.nn.Module = model_class(self.config.architecture)(
             msgspec.structs.replace(self.config, context_len=context_len),
             dtype=activations,
@@ -150,43 +125,110 @@ class Checkpoint:
             deterministic=deterministic,
             kernels=kernels,
         )
-        expected = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-        missing = dict(expected)
-        unexpected: list[str] = []
-        for name, tensor in self._tensors(expected, keep_blocks=quantization == "gguf"):
-            if name not in missing:
-                # A tied head may be stored beside the table it repeats.
-                if not (name == "lm_head.weight" and self.config.tie_word_embeddings):
-                    unexpected.append(name)
-                continue
-            shape = missing.pop(name)
-            if tuple(tensor.shape) != shape:
-                raise CorruptModel(
-                    f"tensor {name} of {self.source.name} has shape {tuple(tensor.shape)}; its config says {shape}",
-                    hint="config and weights belong to different models, or the file is damaged: fetch it again",
-                )
-            owner, _, leaf = name.rpartition(".")
-            placing.place(model.get_submodule(owner), leaf, tensor)
-        for what, names in (("lacks", sorted(missing)), ("has unexpected", sorted(unexpected))):
-            if names:
-                listed = ", ".join(names[:_MAX_NAMED]) + (", ..." if len(names) > _MAX_NAMED else "")
-                raise CorruptModel(
-                    f"{self.source.name} {what} {len(names)} tensors: {listed}",
-                    hint="config and weights belong to different models, or the file is damaged: fetch it again",
-                )
+        self._fill(model, placing, keep_blocks=quantization == "gguf")
         placing.finish(model)
         return model.eval()
 
+    def _fill(self, model: torch.nn.Module, placing: Placing, *, keep_blocks: bool) -> None:
+        """Give every parameter its value, exactly once."""
+        from sgl.runtime.loading.placing import added, rows_of
+
+        shapes: dict[str, Shape] = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+        names = WeightNames(find_architecture(self.config.architecture), self.config, shapes)
+        ledger = _Ledger(self.source.name, shapes)
+        from_gguf = self._gguf is not None
+        tensors, find = self._tensors(shapes, names, keep_blocks=keep_blocks)
+        for name, tensor in tensors:
+            places = find(name)
+            # A tied head may be stored beside the table it repeats.
+            if not places and not (name == "lm_head.weight" and self.config.tie_word_embeddings):
+                ledger.unexpected(name)
+            for place in places:
+                if not ledger.take(place, name, tuple(tensor.shape), of_rows=places[-1].rows):
+                    continue
+                part = tensor if place.rows is None else rows_of(tensor, slice(*place.rows))
+                if self.source.kind != "dummy":
+                    if (order := names.row_order(place.parameter, from_gguf=from_gguf)) is not None:
+                        part = rows_of(part, order)
+                    if offset := names.norm_offset(place.parameter, from_gguf=from_gguf):
+                        part = added(part, offset)
+                owner, _, leaf = place.parameter.rpartition(".")
+                placing.place(model.get_submodule(owner), leaf, part, place.expert)
+        ledger.check()
+
     def _tensors(
-        self, expected: dict[str, tuple[int, ...]], *, keep_blocks: bool
-    ) -> Iterator[tuple[str, torch.Tensor | Blocks]]:
+        self, shapes: Mapping[str, Shape], names: WeightNames, *, keep_blocks: bool
+    ) -> tuple[Iterator[tuple[str, torch.Tensor | Blocks]], Callable[[str], list[Place]]]:
+        """The checkpoint's tensors, and what says where one goes by its name."""
         if self.source.kind == "dummy":
-            return _dummy_tensors(expected)
+            return dummy_tensors(dict(shapes)), lambda name: [Place(name)]
         if self._gguf is not None:
-            return _gguf_tensors(self._gguf, self.config, keep_blocks=keep_blocks)
+            places = names.of_gguf()
+            return gguf_tensors(self._gguf, places, keep_blocks=keep_blocks), lambda name: places.get(name, [])
         if self.folder is None:
             raise UnsupportedModel(f"{self.source.name} has no weights", hint="set load_format to dummy")
-        return _safetensors(self.folder)
+        return safetensors_tensors(self.folder), names.of_checkpoint
+
+
+class _Ledger:
+    """Which parts of which parameters still lack their value; a parameter of experts has one part for each."""
+
+    def __init__(self, model: str, shapes: Mapping[str, Shape]) -> None:
+        self._model = model
+        self._shapes = shapes
+        self._missing: dict[str, set[int | None]] = {name: {None} for name in shapes}
+        self._unexpected: set[str] = set()
+
+    def unexpected(self, name: str) -> None:
+        """A tensor that the model has no place for."""
+        self._unexpected.add(name)
+
+    def take(self, place: Place, name: str, shape: Shape, of_rows: tuple[int, int] | None) -> bool:
+        """Whether the tensor called `name` has what lacks at `place`, which no longer lacks from now on.
+
+        Args:
+            of_rows: the last rows of the tensor that belong somewhere, where it is cut into several parts.
+
+        Raises:
+            CorruptModel: the tensor is of another shape.
+        """
+        if not self._lacks(place):
+            self.unexpected(name)
+            return False
+        expected = self._shapes[place.parameter][0 if place.expert is None else 1 :]
+        if of_rows is not None:
+            expected = (of_rows[1], *expected[1:])
+        if shape != expected:
+            raise CorruptModel(
+                f"tensor {name} of {self._model} has shape {shape}; its config says {expected}",
+                hint="config and weights belong to different models, or the file is damaged: fetch it again",
+            )
+        missing = self._missing[place.parameter]
+        missing.discard(place.expert)
+        if not missing:
+            del self._missing[place.parameter]
+        return True
+
+    def _lacks(self, place: Place) -> bool:
+        missing = self._missing.get(place.parameter, set())
+        count = self._shapes[place.parameter][0]
+        if missing == {None} and place.expert is not None and place.expert < count:
+            missing = self._missing[place.parameter] = set(range(count))  # they come one by one
+        return place.expert in missing
+
+    def check(self) -> None:
+        """All is there, and nothing else.
+
+        Raises:
+            CorruptModel: with the names of some tensors.
+        """
+        for what, names in (("lacks", sorted(self._missing)), ("has unexpected", sorted(self._unexpected))):
+            if names:
+                listed = ", ".join(names[:_MAX_NAMED]) + (", ..." if len(names) > _MAX_NAMED else "")
+                raise CorruptModel(
+                    f"{self._model} {what} {len(names)} tensors: {listed}",
+                    hint="config and weights belong to different models, or the file is damaged: fetch it again",
+                )
 
 
 def open_checkpoint(source: ModelSource, override: str | None = None) -> Checkpoint:
@@ -207,127 +249,3 @@ def open_checkpoint(source: ModelSource, override: str | None = None) -> Checkpo
         return Checkpoint(source, config_from_folder(path, changes), folder=path)
     gguf = GGUFFile(path)
     return Checkpoint(source, config_from_gguf(gguf, changes), gguf=gguf)
-
-
-def _dummy_tensors(expected: dict[str, tuple[int, ...]]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Random weights, the same on every machine and in every run: norms of ones, matrices of unit gain. A large matrix
-    repeats its first numbers: a model of billions would take minutes to draw."""
-    import torch
-
-    generator = torch.Generator().manual_seed(_DUMMY_SEED)
-    for name, shape in sorted(expected.items()):
-        if len(shape) == 1:
-            yield name, torch.ones(shape) if name.endswith("norm.weight") else torch.zeros(shape)
-            continue
-        size = math.prod(shape)
-        drawn = torch.randn(min(size, _DUMMY_DRAWN), generator=generator) * shape[-1] ** -0.5
-        yield name, drawn.repeat(-(-size // len(drawn)))[:size].view(shape)
-
-
-def _gguf_tensors(
-    file: GGUFFile, config: ModelConfig, *, keep_blocks: bool
-) -> Iterator[tuple[str, torch.Tensor | Blocks]]:
-    import torch
-
-    from sgl.runtime.loading.placing import Blocks
-
-    file.read_ahead()
-    names = [name for name in file.tensors if name not in GGUF_ROPE_TENSORS]
-    kept = [name for name in names if keep_blocks and _can_be_kept(file.tensors[name])]
-    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
-    decoded = _decoded(file, [name for name in names if name not in set(kept)])
-    for name, values in chain(((name, file.rows(name)) for name in kept), decoded):
-        stem, _, leaf = name.rpartition(".")
-        prefix = ""
-        if stem.startswith("blk.") and stem.count(".") > 1:
-            _, layer, stem = stem.split(".", 2)
-            prefix = f"model.layers.{layer}."
-        if stem in heads:
-            values = _halves_layout(values, heads[stem])
-        info = file.tensors[name]
-        tensor = Blocks(values, info.type_name, info.shape) if name in kept else torch.from_numpy(values)
-        yield f"{prefix}{_GGUF_NAMES.get(stem, stem)}.{leaf}", tensor
-
-
-def _can_be_kept(info: TensorInfo) -> bool:
-    """Whether the native kernels multiply a tensor as the file has it: a matrix of a type that they know."""
-    return len(info.shape) == 2 and info.type_name in TYPES
-
-
-def _packed_bytes(info: TensorInfo) -> int:
-    """What a tensor of a GGUF file takes for the native kernels; what they do not know becomes bfloat16."""
-    if len(info.shape) != 2:
-        return 4 * math.prod(info.shape)
-    return packed_bytes(info.type_name if _can_be_kept(info) else "BF16", *info.shape)
-
-
-def _decoded(file: GGUFFile, names: list[str]) -> Iterator[tuple[str, Any]]:
-    """Tensors in order, decoded by a few threads ahead of their use: numpy works without the interpreter's lock, and
-    half of the time is the system's, handing out memory. What is decoded and not yet taken is never more than the
-    largest tensor, as the memory plan says."""
-    sizes = {name: math.prod(file.tensors[name].shape) for name in names}
-    room = max(sizes.values(), default=0)
-    with ThreadPoolExecutor(_DECODE_THREADS, thread_name_prefix="sgl-decode") as pool:
-        waiting = deque(names)
-        ahead: deque[tuple[str, Future[Any]]] = deque()
-        held = 0
-        while waiting or ahead:
-            while waiting and (not held or held + sizes[waiting[0]] <= room):
-                held += sizes[waiting[0]]
-                ahead.append((waiting[0], pool.submit(file.load, waiting.popleft())))
-            name, values = ahead.popleft()
-            yield name, values.result()
-            held -= sizes[name]
-
-
-def _halves_layout(values: Any, num_heads: int) -> Any:
-    """GGUF files of Llama pair neighbouring rows of each head (0, D/2, 1, D/2 + 1, ...); the rotary op wants halves."""
-    rows = values.shape[0]
-    if rows % (2 * num_heads):
-        return values  # of the wrong shape, which `build_model` reports
-    return values.reshape(num_heads, rows // num_heads // 2, 2, -1).swapaxes(1, 2).reshape(values.shape)
-
-
-def _safetensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Tensors of a folder, mapped: nobody may keep one without copying it."""
-    from safetensors import SafetensorError, safe_open
-
-    for path in _weight_files(folder):
-        try:
-            with safe_open(path, framework="pt") as file:
-                for name in file.keys():  # noqa: SIM118 - not a mapping
-                    if name.endswith(".rotary_emb.inv_freq"):  # written by old converters, computed here
-                        continue
-                    tensor = file.get_tensor(name)
-                    if str(tensor.dtype) not in _WEIGHT_DTYPES:
-                        raise UnsupportedModel(
-                            f"tensor {name} of {path} is of type {tensor.dtype}",
-                            hint="use weights of type bfloat16, float16 or float32, or a GGUF file",
-                        )
-                    yield name, tensor
-        except (SafetensorError, OSError) as error:
-            raise CorruptModel(f"{path} cannot be read: {error}", hint="fetch the file again") from None
-
-
-def _weight_files(folder: Path) -> list[Path]:
-    """Files of the index, else `model.safetensors`, else all there are; each is one of the folder's own."""
-    names = sorted(path.name for path in folder.glob("*.safetensors"))
-    if model_file(folder, _INDEX) is not None:
-        weight_map = json_object(folder, _INDEX).get("weight_map")
-        if not isinstance(weight_map, dict):
-            raise CorruptModel(f"{folder / _INDEX} has no weight_map", hint="fetch the file again")
-        for name in weight_map.values():
-            if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
-                raise CorruptModel(
-                    f"{folder / _INDEX} names the file {name!r}", hint="shards lie beside their index, as *.safetensors"
-                )
-        names = sorted(set(weight_map.values()))
-    elif "model.safetensors" in names:
-        names = ["model.safetensors"]
-    files = []
-    for name in names:
-        path = model_file(folder, name)
-        if path is None:
-            raise CorruptModel(f"{folder / name} is missing, and {_INDEX} names it", hint="fetch the folder again")
-        files.append(path)
-    return files

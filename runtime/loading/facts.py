@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import metadata
 from pathlib import Path
 
@@ -27,9 +27,13 @@ _RESOURCE_LIMITS = {
 }
 
 
-def gather_facts(config: ModelConfig, *, weights_kind: str = "safetensors", packed_bytes: int = 0) -> Facts:
-    """The machine as this process sees it now, beside the model's shape."""
+def gather_facts(
+    config: ModelConfig, parameter_sizes: Sequence[int], *, weights_kind: str = "safetensors", packed_bytes: int = 0
+) -> Facts:
+    """The machine as this process sees it now, beside the model's shape and the numbers in each of its parameters."""
     import torch
+
+    from sgl.kernels import prepacked
 
     native, native_obstacle = native_kernels()
 
@@ -50,16 +54,18 @@ def gather_facts(config: ModelConfig, *, weights_kind: str = "safetensors", pack
         num_kv_heads=config.num_key_value_heads,
         head_dim=config.head_dim,
         hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
+        intermediate_size=config.feed_forward_size,
+        attention_window=config.longest_window,
+        attention_softcap=config.attention_softcap,
         vocab_size=config.vocab_size,
-        num_parameters=config.num_parameters,
-        largest_tensor=config.hidden_size
-        * max(config.vocab_size, config.intermediate_size, config.num_attention_heads * config.head_dim),
+        num_parameters=sum(parameter_sizes),
+        largest_tensor=max(parameter_sizes),
         checkpoint_dtype=config.checkpoint_dtype,
         weights_kind=weights_kind,
         packed_bytes=packed_bytes,
         native=native,
         native_obstacle=native_obstacle,
+        prepacked_obstacle=prepacked.obstacle("bfloat16") or "",
         triton=_version("triton"),
     )
 

@@ -89,10 +89,10 @@ class GGUFFile:
         self._map.madvise(mmap.MADV_WILLNEED)
 
     def rows(self, name: str) -> npt.NDArray[np.uint8]:
-        """A matrix as it lies in the file, `[rows, bytes of a row]`: a view, which nobody may keep or change."""
+        """Matrices as they lie in the file, `[rows, bytes of a row]`: a view, which nobody may keep or change."""
         info = self.tensors[name]
         raw = np.frombuffer(self._map, dtype=np.uint8, count=info.num_bytes, offset=info.offset)
-        return raw.reshape(info.shape[0], -1)
+        return raw.reshape(math.prod(info.shape[:-1]), -1)
 
     def load(self, name: str) -> npt.NDArray[np.float32]:
         """A tensor's values in float32, dequantized; the array is the caller's own. Safe in several threads."""

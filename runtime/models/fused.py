@@ -40,10 +40,23 @@ class FusedLayers(Protocol):
 
 def fused_layers(config: ModelConfig, facts: OpFacts) -> FusedLayers | None:
     """What computes the layers of a model in one call; `None` when they are computed op by op."""
+    if obstacle(config) is not None:
+        return None
     if facts.native:
         return NativeLayers(config)
     if facts.triton and triton_layers.obstacle(config) is None:
         return triton_layers.TritonLayers(config)
+    return None
+
+
+def obstacle(config: ModelConfig) -> str | None:
+    """Why a model of plain layers cannot be computed in one call, of whichever kernels; `None` when it can."""
+    if config.longest_window or config.attention_softcap:
+        return "it attends with the whole context, and without soft caps"
+    if config.unrotated_layers or config.local_rope_theta is not None:
+        return "it rotates all layers alike"
+    if config.hidden_act != "silu":
+        return "its activation is silu"
     return None
 
 
@@ -75,7 +88,7 @@ class NativeLayers:
                 head_dim=config.head_dim,
                 page_size=cache.page_size,
                 eps=config.rms_norm_eps,
-                scale=config.head_dim**-0.5,
+                scale=config.scale,
             )
         plan = batch.attention
         if not isinstance(plan, NativePlan):

@@ -1,21 +1,25 @@
 """Layers that decoder models share.
 
-Owns linear and embedding tables, norm, attention over the KV pool, and the gated feed-forward block.
-Parameters are allocated on the meta device; the loader replaces each one, so weights exist once in memory. Ops come
-from the kernel registry, chosen once per model. Parameter names are Hugging Face's.
+Owns linear and embedding tables, norm, attention over the KV pool, and the gated feed-forward block. What differs from
+one attention to another (a window, a soft cap, norms of queries and keys, layers without rotation) follows from the
+configuration. Parameters are allocated on the meta device; the loader replaces each one, so weights exist once in
+memory. Ops come from the kernel registry, chosen once per model. Parameter names are Hugging Face's.
 
 Shapes: T tokens of the step, N hidden size, H query heads, K key/value heads, D head size.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch import nn
 from torch.nn import functional
 
-from sgl.kernels import deterministic, registry
+from sgl.errors import UnsupportedModel
+from sgl.kernels import deterministic, prepacked, registry
 from sgl.kernels.native.ops import linear
 from sgl.kernels.native.weights import PackedWeight
 from sgl.kernels.registry import Function, OpFacts
@@ -26,7 +30,32 @@ if TYPE_CHECKING:
     from sgl.runtime.model_runner import ForwardBatch, KVCache
 
 
-def _parameter(*shape: int, dtype: torch.dtype) -> nn.Parameter:
+Angles: TypeAlias = tuple[torch.Tensor, torch.Tensor]
+"""Cosines and sines of the step's tokens, `[T, D]` each."""
+
+GATED_ACTIVATIONS = {
+    "silu": "silu_mul",
+    "gelu_pytorch_tanh": "gelu_tanh_mul",
+    "gelu_tanh": "gelu_tanh_mul",
+}
+"""`hidden_act` of a config -> the op that computes `act(gate) * up`."""
+
+
+def gated_activation(config: ModelConfig, facts: OpFacts) -> Function:
+    """The op between the products of a gated feed-forward block.
+
+    Raises:
+        UnsupportedModel: an activation that is not known here.
+    """
+    if config.hidden_act not in GATED_ACTIVATIONS:
+        raise UnsupportedModel(
+            f"hidden_act is {config.hidden_act!r}", hint=f"supported are {', '.join(GATED_ACTIVATIONS)}"
+        )
+    return registry.get(GATED_ACTIVATIONS[config.hidden_act], facts)
+
+
+def parameter(*shape: int, dtype: torch.dtype) -> nn.Parameter:
+    """One that the loader will replace."""
     return nn.Parameter(torch.empty(*shape, dtype=dtype, device="meta"), requires_grad=False)
 
 
@@ -40,6 +69,8 @@ def op_facts(
         head_dim=config.head_dim,
         num_heads=config.num_attention_heads,
         num_kv_heads=config.num_key_value_heads,
+        window=config.longest_window,
+        softcap=config.attention_softcap,
         deterministic=deterministic,
         native=kernels == "native",
         triton=kernels == "triton",
@@ -58,8 +89,8 @@ class Linear(nn.Module):
     ) -> None:
         super().__init__()
         self.product: Function = functional.linear
-        self.weight = _parameter(out_features, in_features, dtype=dtype)
-        self.bias = _parameter(out_features, dtype=dtype) if bias else None
+        self.weight = parameter(out_features, in_features, dtype=dtype)
+        self.bias = parameter(out_features, dtype=dtype) if bias else None
         self.packed: PackedWeight | None = None
         self.is_head = is_head
 
@@ -80,7 +111,7 @@ class Embedding(nn.Module):
     def __init__(self, vocab_size: int, hidden_size: int, *, dtype: torch.dtype) -> None:
         super().__init__()
         self.product: Function = functional.linear
-        self.weight = _parameter(vocab_size, hidden_size, dtype=dtype)
+        self.weight = parameter(vocab_size, hidden_size, dtype=dtype)
         self.packed: PackedWeight | None = None
 
     def hold(self, packed: PackedWeight) -> None:
@@ -107,12 +138,21 @@ def compute_alike(model: nn.Module) -> None:
             module.product = deterministic.linear
 
 
+def prepack(model: nn.Module) -> None:
+    """Have oneDNN keep the weights of a model's products in its own order. Tables stay as they are: their rows are read,
+    and a head that is one stays plain."""
+    for module in model.modules():
+        if isinstance(module, Linear) and module.packed is None:
+            module.weight = nn.Parameter(prepacked.pack(module.weight), requires_grad=False)
+            module.product = prepacked.linear
+
+
 class RMSNorm(nn.Module):
     """Root mean square norm with a learned scale."""
 
     def __init__(self, size: int, eps: float, *, dtype: torch.dtype, facts: OpFacts) -> None:
         super().__init__()
-        self.weight = _parameter(size, dtype=dtype)
+        self.weight = parameter(size, dtype=dtype)
         self.eps = eps
         self.rms_norm = registry.get("rms_norm", facts)
 
@@ -121,31 +161,58 @@ class RMSNorm(nn.Module):
 
 
 class Attention(nn.Module):
-    """Grouped-query attention of one layer over its part of the KV pool."""
+    """Grouped-query attention of one layer over its part of the KV pool.
 
-    def __init__(self, config: ModelConfig, layer: int, *, dtype: torch.dtype, facts: OpFacts) -> None:
+    Args:
+        norm_dtype: of the norms of queries and keys, where the model has them; the model's by default.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        layer: int,
+        *,
+        dtype: torch.dtype,
+        facts: OpFacts,
+        norm_dtype: torch.dtype | None = None,
+    ) -> None:
         super().__init__()
         self.layer = layer
         self.head_dim = config.head_dim
-        self.scale = config.head_dim**-0.5
+        self.scale = config.scale
         hidden, bias = config.hidden_size, config.attention_bias
         query_size = config.num_attention_heads * config.head_dim
         kv_size = config.num_key_value_heads * config.head_dim
         self.q_proj = Linear(hidden, query_size, bias=bias, dtype=dtype)
         self.k_proj = Linear(hidden, kv_size, bias=bias, dtype=dtype)
         self.v_proj = Linear(hidden, kv_size, bias=bias, dtype=dtype)
-        self.o_proj = Linear(query_size, hidden, bias=bias, dtype=dtype)
+        self.o_proj = Linear(query_size, hidden, bias=config.output_bias, dtype=dtype)
+        self.q_norm: RMSNorm | None = None
+        self.k_norm: RMSNorm | None = None
+        if config.qk_norm:
+            self.q_norm, self.k_norm = (
+                RMSNorm(config.head_dim, config.rms_norm_eps, dtype=norm_dtype or dtype, facts=facts) for _ in range(2)
+            )
         self.rotary = registry.get("rotary", facts)
         self.kv_write = registry.get("kv_write", facts)
-        self.paged_attention = registry.get("paged_attention", facts)
+        self.paged_attention = _attention(config, layer, facts)
+        # Which of the model's rotary tables: the second one is of layers with a window, where these have their own.
+        is_local = config.local_rope_theta is not None and bool(config.windows) and config.windows[layer] > 0
+        self.rotary_table = None if layer in config.unrotated_layers else int(is_local)
 
     def forward(
-        self, x_TN: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor], batch: ForwardBatch, cache: KVCache
+        self, x_TN: torch.Tensor, angles: Sequence[Angles], batch: ForwardBatch, cache: KVCache
     ) -> torch.Tensor:
+        """`[T, N]`; keys and values of the step are written to the pool."""
         num_tokens = x_TN.shape[0]
-        query_THD = self.rotary(self.q_proj(x_TN).view(num_tokens, -1, self.head_dim), *angles)
-        key_TKD = self.rotary(self.k_proj(x_TN).view(num_tokens, -1, self.head_dim), *angles)
+        query_THD = self.q_proj(x_TN).view(num_tokens, -1, self.head_dim)
+        key_TKD = self.k_proj(x_TN).view(num_tokens, -1, self.head_dim)
         value_TKD = self.v_proj(x_TN).view(num_tokens, -1, self.head_dim)
+        if self.q_norm is not None and self.k_norm is not None:
+            query_THD, key_TKD = self.q_norm(query_THD), self.k_norm(key_TKD)
+        if self.rotary_table is not None:
+            cos_sin = angles[self.rotary_table]
+            query_THD, key_TKD = self.rotary(query_THD, *cos_sin), self.rotary(key_TKD, *cos_sin)
         keys_SKD, values_SKD = cache.layer(self.layer)
         slots = batch.attention.write_slots
         self.kv_write(keys_SKD, values_SKD, key_TKD[: len(slots)], value_TKD[: len(slots)], slots)
@@ -153,8 +220,19 @@ class Attention(nn.Module):
         return self.o_proj(mixed_THD.reshape(num_tokens, -1))
 
 
+def _attention(config: ModelConfig, layer: int, facts: OpFacts) -> Function:
+    """The op with what this layer's scores are subject to."""
+    attend = registry.get("paged_attention", facts)
+    subject_to: dict[str, float] = {}
+    if window := config.window(layer):
+        subject_to["window"] = window
+    if config.attention_softcap:
+        subject_to["softcap"] = config.attention_softcap
+    return partial(attend, **subject_to) if subject_to else attend
+
+
 class GatedMLP(nn.Module):
-    """`down(silu(gate(x)) * up(x))`."""
+    """`down(act(gate(x)) * up(x))`."""
 
     def __init__(self, config: ModelConfig, *, dtype: torch.dtype, facts: OpFacts) -> None:
         super().__init__()
@@ -162,7 +240,7 @@ class GatedMLP(nn.Module):
         self.gate_proj = Linear(hidden, inner, bias=bias, dtype=dtype)
         self.up_proj = Linear(hidden, inner, bias=bias, dtype=dtype)
         self.down_proj = Linear(inner, hidden, bias=bias, dtype=dtype)
-        self.silu_mul = registry.get("silu_mul", facts)
+        self.activate = gated_activation(config, facts)
 
     def forward(self, x_TN: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(self.silu_mul(self.gate_proj(x_TN), self.up_proj(x_TN)))
+        return self.down_proj(self.activate(self.gate_proj(x_TN), self.up_proj(x_TN)))

@@ -23,7 +23,11 @@ from sgl.runtime.models.registry import ModelConfig, RopeScaling
 
 
 class Rotary(NamedTuple):
-    """Inverse frequencies `[D / 2]` in float32, and what cosines and sines are multiplied by."""
+    """Inverse frequencies `[D / 2]` in float32, and what cosines and sines are multiplied by.
+
+    A model that rotates a part of each head has zeros for the rest, which is then left as it is: the loader orders the
+    rows of its queries and keys so that what is rotated lies in pairs of halves (`loading/names.py`).
+    """
 
     inverse_frequencies: torch.Tensor
     attention_factor: float = 1.0
@@ -36,17 +40,36 @@ class Rotary(NamedTuple):
         angles_TD = torch.outer(positions.float(), self.inverse_frequencies).repeat(1, 2)
         cos_TD, sin_TD = angles_TD.cos(), angles_TD.sin()
         if self.attention_factor != 1.0:
-            cos_TD, sin_TD = cos_TD * self.attention_factor, sin_TD * self.attention_factor
+            gain_D = torch.where(self.inverse_frequencies == 0, 1.0, self.attention_factor).repeat(2)
+            cos_TD, sin_TD = cos_TD * gain_D, sin_TD * gain_D
         return cos_TD.to(dtype), sin_TD.to(dtype)
+
+
+def rotary_tables(config: ModelConfig, device: torch.device) -> tuple[Rotary, ...]:
+    """The model's table and, where layers with a window have their own, that one, which is not scaled."""
+    tables = [rotary(config, device)]
+    if config.local_rope_theta is not None:
+        tables.append(Rotary(_filled(_inverse(config.local_rope_theta, _dim(config)), config).to(device)))
+    return tuple(tables)
 
 
 def rotary(config: ModelConfig, device: torch.device) -> Rotary:
     """The table of a model for `config.context_len`, or for its own length where the engine has not resolved one."""
-    scaling, dim = config.rope_scaling, config.head_dim
+    scaling = config.rope_scaling
     if scaling is None:
-        return Rotary(_inverse(config.rope_theta, dim).to(device))
+        return Rotary(_filled(_inverse(config.rope_theta, _dim(config)), config).to(device))
     frequencies, attention_factor = _VARIANTS[scaling.rope_type](config, scaling)
-    return Rotary(frequencies.to(device), attention_factor)
+    return Rotary(_filled(frequencies, config).to(device), attention_factor)
+
+
+def _dim(config: ModelConfig) -> int:
+    """Features of a head that are rotated."""
+    return config.rotary_dim or config.head_dim
+
+
+def _filled(frequencies: torch.Tensor, config: ModelConfig) -> torch.Tensor:
+    """With zeros for what is not rotated."""
+    return torch.nn.functional.pad(frequencies, (0, config.head_dim // 2 - len(frequencies)))
 
 
 def _inverse(base: float, dim: int) -> torch.Tensor:
@@ -56,12 +79,12 @@ def _inverse(base: float, dim: int) -> torch.Tensor:
 
 def _linear(config: ModelConfig, scaling: RopeScaling) -> tuple[torch.Tensor, float]:
     """Positions divided by `factor` (position interpolation, Chen et al. 2023)."""
-    return _inverse(config.rope_theta, config.head_dim) / _given(scaling.factor), 1.0
+    return _inverse(config.rope_theta, _dim(config)) / _given(scaling.factor), 1.0
 
 
 def _dynamic(config: ModelConfig, scaling: RopeScaling) -> tuple[torch.Tensor, float]:
     """A larger base, as a sequence of the context's length needs it (NTK-aware scaling)."""
-    dim, own = config.head_dim, config.max_position_embeddings
+    dim, own = _dim(config), config.max_position_embeddings
     factor = _given(scaling.factor)
     length = max(config.context_len or own, own)
     stretch = factor * length / own - (factor - 1)
@@ -70,7 +93,7 @@ def _dynamic(config: ModelConfig, scaling: RopeScaling) -> tuple[torch.Tensor, f
 
 def _yarn(config: ModelConfig, scaling: RopeScaling) -> tuple[torch.Tensor, float]:
     """Fast frequencies kept, slow ones divided by `factor`, a ramp between them (YaRN, Peng et al. 2023)."""
-    dim, base, factor = config.head_dim, config.rope_theta, _given(scaling.factor)
+    dim, base, factor = _dim(config), config.rope_theta, _given(scaling.factor)
     original = scaling.original_max_position_embeddings or config.max_position_embeddings
     first, last = (
         dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(base))
@@ -100,7 +123,7 @@ def _longrope(config: ModelConfig, scaling: RopeScaling) -> tuple[torch.Tensor, 
     original = scaling.original_max_position_embeddings or own
     long = (config.context_len or own) > original
     factors = torch.tensor(scaling.long_factor if long else scaling.short_factor, dtype=torch.float32)
-    dim = config.head_dim
+    dim = _dim(config)
     frequencies = 1.0 / (factors * config.rope_theta ** (torch.arange(0, dim, 2, dtype=torch.int64).float() / dim))
     if scaling.attention_factor is not None:
         return frequencies, scaling.attention_factor
@@ -110,7 +133,7 @@ def _longrope(config: ModelConfig, scaling: RopeScaling) -> tuple[torch.Tensor, 
 
 def _llama3(config: ModelConfig, scaling: RopeScaling) -> tuple[torch.Tensor, float]:
     """Long waves are stretched by `factor`, short ones kept, those between are interpolated (Llama 3.1)."""
-    inverse = _inverse(config.rope_theta, config.head_dim)
+    inverse = _inverse(config.rope_theta, _dim(config))
     low, high = _given(scaling.low_freq_factor), _given(scaling.high_freq_factor)
     original = scaling.original_max_position_embeddings or config.max_position_embeddings
     turns = original * inverse / (2 * math.pi)
@@ -121,7 +144,7 @@ def _llama3(config: ModelConfig, scaling: RopeScaling) -> tuple[torch.Tensor, fl
 def _factors(config: ModelConfig, scaling: RopeScaling) -> tuple[torch.Tensor, float]:
     """A divisor for each frequency, computed by the converter of a GGUF file."""
     divisors = torch.tensor(scaling.factors, dtype=torch.float32) * (scaling.factor or 1.0)
-    return _inverse(config.rope_theta, config.head_dim) / divisors, 1.0
+    return _inverse(config.rope_theta, _dim(config)) / divisors, 1.0
 
 
 def _given(value: float | None) -> float:

@@ -23,8 +23,10 @@ if TYPE_CHECKING:
 
 def obstacle(config: ModelConfig) -> str | None:
     """Why these layers cannot run a model, whose layers are then computed op by op; `None` when they can."""
-    if config.attention_bias or config.mlp_bias:
+    if config.attention_bias or config.output_bias or config.mlp_bias:
         return "its products have no bias"
+    if config.qk_norm:
+        return "it does not norm queries and keys"
     return None
 
 
@@ -46,7 +48,7 @@ class TritonLayers:
     def __init__(self, config: ModelConfig) -> None:
         self._eps = config.rms_norm_eps
         self._num_heads = config.num_attention_heads
-        self._scale = config.head_dim**-0.5
+        self._scale = config.scale
         self._layers: list[_Layer] = []
 
     def __call__(

@@ -15,7 +15,8 @@ from support.tiny_llama import VOCAB_SIZE, logits_of, open_folder, write_llama
 
 from sgl.errors import UnsupportedModel
 from sgl.runtime.loading.checkpoint import open_checkpoint
-from sgl.runtime.loading.shapes import TOY_FIELDS, model_config, toy_config
+from sgl.runtime.loading.fields import TOY_FIELDS
+from sgl.runtime.loading.shapes import model_config, toy_config
 from sgl.runtime.loading.sources import locate
 from sgl.runtime.models.registry import ModelConfig, RopeScaling
 from sgl.runtime.models.rope import rotary

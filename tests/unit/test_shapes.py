@@ -12,7 +12,8 @@ from support.tiny_llama import logits_of, open_folder, write_llama
 
 from sgl.errors import ConfigError, CorruptModel
 from sgl.runtime.loading.checkpoint import open_checkpoint
-from sgl.runtime.loading.shapes import TOY_FIELDS, model_config, parse_override
+from sgl.runtime.loading.fields import TOY_FIELDS
+from sgl.runtime.loading.shapes import model_config, parse_override
 from sgl.runtime.loading.sources import locate
 
 
@@ -50,7 +51,12 @@ def test_text_that_is_refused(text: str, message: str) -> None:
         ({"rope_scaling": {"rope_type": "yarn"}}, None),
         ({"rope_scaling": {"rope_type": "linear"}}, "'linear' lacks factor"),
         ({"rope_parameters": {"rope_type": "spiral"}}, "'spiral' is not supported; supported are linear"),
-        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
+        ({"partial_rotary_factor": 0.2}, "3 of 16 features of a head are rotated"),
+        (
+            {"architectures": ["Qwen4ForCausalLM"]},
+            r"'Qwen4ForCausalLM' is not supported \(the nearest is Qwen3ForCausalLM",
+        ),
+        ({"architectures": ["MixtralForCausalLM"]}, "0 of 0 experts for each token"),
         ({"hidden_size": None}, "`hidden_size`"),
     ],
 )
@@ -75,7 +81,7 @@ def test_the_built_in_shape_with_other_sizes() -> None:
     checkpoint = open_checkpoint(locate("dummy"), override)
     model = checkpoint.build_model()
     assert model.get_parameter("model.embed_tokens.weight").shape == (600, 32)
-    assert sum(parameter.numel() for parameter in model.parameters()) == checkpoint.config.num_parameters
+    assert sum(parameter.numel() for parameter in model.parameters()) == checkpoint.facts().num_parameters
     assert len({name.split(".")[2] for name, _ in model.named_parameters() if name.startswith("model.layers")}) == 3
 
 

@@ -44,7 +44,7 @@ def test_logits_agree_with_transformers(tmp_path: Path, changes: dict[str, Any])
 
 def test_a_known_parameter_count(tmp_path: Path) -> None:
     model = write_llama(tmp_path)
-    assert open_folder(tmp_path).config.num_parameters == sum(p.numel() for p in model.parameters())
+    assert open_folder(tmp_path).facts().num_parameters == sum(p.numel() for p in model.parameters())
 
 
 def test_the_toy_model_is_the_same_every_time() -> None:
@@ -103,7 +103,7 @@ def test_a_truncated_safetensors_file(tmp_path: Path, keep: int) -> None:
             "proportional",
         ),
         ({"rope_scaling": {"rope_type": "linear"}, "rope_parameters": None}, UnsupportedModel, "'linear' lacks factor"),
-        ({"partial_rotary_factor": 0.5}, UnsupportedModel, "partial_rotary_factor is 0.5"),
+        ({"partial_rotary_factor": 0.4}, CorruptModel, "3 of 8 features of a head are rotated"),
         ({"quantization_config": {"quant_method": "awq"}}, UnsupportedModel, "quantized"),
         ({"hidden_act": "gelu"}, UnsupportedModel, "gelu"),
         ({"num_key_value_heads": 3}, CorruptModel, "no possible model"),

@@ -1,0 +1,171 @@
+"""Every architecture against transformers, with random weights: in chunks over the cache, batched, token by token; from
+a folder of several files and from a GGUF file; on torch, in deterministic mode and on the native kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from support.tiny_models import CONTEXT_LEN, SHAPES, VOCAB_SIZE, make_model, write_folder, write_gguf
+
+from sgl.kernels.native import library
+from sgl.lang.graph import Sampling
+from sgl.runtime.config import EngineConfig, resolve
+from sgl.runtime.loading.checkpoint import Checkpoint, open_checkpoint
+from sgl.runtime.loading.facts import load_native_kernels
+from sgl.runtime.loading.sources import locate
+from sgl.runtime.model_runner import ModelRunner
+from sgl.runtime.plan import Chunk, SampleSpec, ScoreSpec, StepPlan
+
+TOLERANCE = 1e-3
+SAMPLE = SampleSpec(sampling=Sampling(), seed=0, position=0, output_ids=[])
+GGUF_SHAPES = [name for name in SHAPES if name not in ("mistral", "qwen2-window", "qwen3-moe-mixed", "llama")]
+"""Forms that the format has; Llama's scaling is tested in `test_rope.py`."""
+
+
+class Case(NamedTuple):
+    """One model: transformers' own, its folder, prompts, and what transformers makes of them."""
+
+    name: str
+    model: Any
+    folder: Path
+    prompts: list[list[int]]
+    logits: list[torch.Tensor]
+
+
+@pytest.fixture(scope="module", params=SHAPES)
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    folder = tmp_path_factory.mktemp(request.param)
+    model = make_model(request.param)
+    write_folder(folder, model)
+    generator = torch.Generator().manual_seed(5)
+    prompts = [torch.randint(3, VOCAB_SIZE, (n,), generator=generator).tolist() for n in (44, 9)]
+    with torch.inference_mode():
+        logits = [model(torch.tensor([prompt])).logits[0] for prompt in prompts]
+    assert all(float(rows.std()) > 0.1 for rows in logits)
+    return Case(request.param, model, folder, prompts, logits)
+
+
+def open_path(path: Path) -> Checkpoint:
+    return open_checkpoint(locate(str(path)))
+
+
+def runner(checkpoint: Checkpoint, **options: Any) -> ModelRunner:
+    given = {"dtype": "float32", "kernels": "torch", **options}
+    resolved = resolve(EngineConfig(device="cpu", max_total_tokens=512, **given), checkpoint.facts())
+    model = checkpoint.build_model(
+        resolved.dtype,
+        deterministic=resolved.deterministic,
+        context_len=resolved.context_len,
+        kernels=resolved.kernels,
+        quantization=resolved.quantization,
+    )
+    return ModelRunner(model, checkpoint.config, resolved)  # type: ignore[arg-type]
+
+
+def chunk(sequence: int, tokens: Sequence[int], start: int = 0) -> Chunk:
+    """Positions from `start` on, in pages of the sequence's own, with the logits of all."""
+    return Chunk(
+        sequence=sequence,
+        token_ids=list(tokens),
+        start=start,
+        page_table=np.arange(sequence * CONTEXT_LEN, (sequence + 1) * CONTEXT_LEN, dtype=np.int32),
+        sample=SAMPLE,
+        scores=tuple(ScoreSpec(offset=offset, token_ids=(0,)) for offset in range(len(tokens))),
+    )
+
+
+def in_chunks(of: ModelRunner, prompts: Sequence[Sequence[int]], size: int = 20) -> list[torch.Tensor]:
+    """Logits of all prompts' positions, computed together in chunks of `size` over what those before have cached."""
+    rows: list[list[torch.Tensor]] = [[] for _ in prompts]
+    for start in range(0, max(map(len, prompts)), size):
+        chunks = [
+            chunk(i, prompt[start : start + size], start) for i, prompt in enumerate(prompts) if start < len(prompt)
+        ]
+        logits = of.forward(StepPlan(chunks=tuple(chunks)))
+        for part, block in zip(chunks, logits.split([len(part.token_ids) for part in chunks]), strict=True):
+            rows[part.sequence].append(block)
+    return [torch.cat(blocks) for blocks in rows]
+
+
+def greedy(of: ModelRunner, prompts: Sequence[Sequence[int]], count: int) -> list[list[int]]:
+    """What the prompts go on with, drawn together token by token."""
+    drawn: list[list[int]] = [[int(rows[-1].argmax())] for rows in in_chunks(of, prompts)]
+    for step in range(count - 1):
+        chunks = [
+            chunk(i, out[-1:], len(prompt) + step) for i, (prompt, out) in enumerate(zip(prompts, drawn, strict=True))
+        ]
+        for out, row in zip(drawn, of.forward(StepPlan(chunks=tuple(chunks))), strict=True):
+            out.append(int(row.argmax()))
+    return drawn
+
+
+def differences(got: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> float:
+    return max(float((ours - theirs).abs().max()) for ours, theirs in zip(got, expected, strict=True))
+
+
+def test_a_folder_computes_and_draws_as_transformers(case: Case) -> None:
+    assert len(list(case.folder.glob("*.safetensors"))) > 1
+    ours = runner(open_path(case.folder))
+    assert differences(in_chunks(ours, case.prompts), case.logits) < TOLERANCE
+    assert differences(in_chunks(ours, case.prompts[:1], size=100), case.logits[:1]) < TOLERANCE
+    with torch.inference_mode():
+        expected = [
+            case.model.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False)[0]
+            for prompt in case.prompts
+        ]
+    theirs = [ids[len(prompt) :].tolist() for ids, prompt in zip(expected, case.prompts, strict=True)]
+    assert greedy(ours, case.prompts, 12) == theirs
+    assert [greedy(ours, [prompt], 12)[0] for prompt in case.prompts] == theirs
+
+
+def test_the_plan_of_memory_counts_what_is_there(case: Case) -> None:
+    checkpoint = open_path(case.folder)
+    facts = checkpoint.facts()
+    parameters = [parameter.numel() for parameter in checkpoint.build_model().parameters()]
+    assert (facts.num_parameters, facts.largest_tensor) == (sum(parameters), max(parameters))
+    assert sum(parameters) == sum(parameter.numel() for parameter in case.model.parameters())
+    dummy = open_checkpoint(locate(str(case.folder), load_format="dummy"))
+    assert float(in_chunks(runner(dummy), case.prompts)[0].std()) > 0.1
+    assert dummy.tokenizer().vocab_size == 512
+
+
+def test_deterministic_bits(case: Case) -> None:
+    """A row is the same alone, batched and however it is cut; and it is the model."""
+    ours = runner(open_path(case.folder), enable_deterministic_inference=True)
+    together = in_chunks(ours, case.prompts, size=19)
+    assert differences(together, case.logits) < TOLERANCE
+    for index, prompt in enumerate(case.prompts):
+        for size in (6, 100):
+            assert torch.equal(in_chunks(ours, [prompt], size=size)[0], together[index])
+
+
+@pytest.mark.skipif(library.compiler() is None, reason="there is no C++ compiler")
+def test_native_kernels(case: Case) -> None:
+    """Packed matrices, and the reference's attention where the native one has no window or soft cap."""
+    load_native_kernels()
+    ours = runner(open_path(case.folder), kernels="native")
+    assert differences(in_chunks(ours, case.prompts), case.logits) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", GGUF_SHAPES)
+def test_a_gguf_file_computes_as_transformers(tmp_path: Path, name: str) -> None:
+    # The format has no key for Gemma's scale of queries; it goes by the size of the model.
+    model = make_model(name, **({"query_pre_attn_scalar": 8} if name == "gemma2" else {}))
+    path = tmp_path / "tiny.gguf"
+    write_gguf(path, model)
+    prompt = torch.randint(3, VOCAB_SIZE, (44,), generator=torch.Generator().manual_seed(6))
+    with torch.inference_mode():
+        expected = model(prompt[None]).logits[0]
+    checkpoint = open_path(path)
+    assert differences(in_chunks(runner(checkpoint), [prompt.tolist()]), [expected]) < TOLERANCE
+    if library.compiler() is not None:
+        load_native_kernels()
+        kept = runner(checkpoint, kernels="auto", dtype="auto", quantization="gguf")
+        error = in_chunks(kept, [prompt.tolist()])[0] - expected
+        # Keys and values in bfloat16; where two experts are nearly alike, the other one may be picked.
+        assert 0 < float(error.norm() / expected.norm()) < (0.2 if checkpoint.config.experts else 0.05)
