@@ -18,7 +18,8 @@ import numpy.typing as npt
 import torch
 
 from sgl.kernels.triton.attention import HostPlan, PagedPlan, num_splits
-from sgl.runtime.plan import StepPlan
+from sgl.kernels.triton.sampling import follow
+from sgl.runtime.plan import UNKNOWN, StepPlan
 
 if TYPE_CHECKING:
     from sgl.runtime.model_runner import ForwardBatch, KVCache
@@ -61,11 +62,19 @@ class GpuSteps:
 
     Args:
         max_rows: the largest number of rows that graphs are captured for; 0 for none.
+        max_drawn: rows of a step that draw, as many as graphs can follow.
         spare_slot: of the pool, for rows that fill a step up.
     """
 
     def __init__(
-        self, model: CausalLM, cache: KVCache, *, max_rows: int, spare_slot: int, device: torch.device
+        self,
+        model: CausalLM,
+        cache: KVCache,
+        *,
+        max_rows: int,
+        max_drawn: int,
+        spare_slot: int,
+        device: torch.device,
     ) -> None:
         self._model = model
         self._cache = cache
@@ -74,11 +83,17 @@ class GpuSteps:
         self._spare_slot = spare_slot
         self._device = device
         self._staging = Staging(device)
+        # Where the graphs look for tokens that they follow.
+        self._drawn = torch.zeros(max_drawn, dtype=torch.int64, device=device)
         self._graphs: dict[int, _DecodeGraph] = {}
         self._pool: Any = None
 
-    def forward(self, plan: StepPlan) -> torch.Tensor:
-        """Float32 logits `[R, V]`."""
+    def forward(self, plan: StepPlan, drawn: torch.Tensor | None = None) -> torch.Tensor:
+        """Float32 logits `[R, V]`.
+
+        Args:
+            drawn: int64, on the device: the tokens that chunks may follow.
+        """
         chunks = plan.chunks
         host = HostPlan(
             [chunk.start for chunk in chunks],
@@ -87,20 +102,29 @@ class GpuSteps:
             self._cache.page_size,
         )
         token_ids = np.fromiter(chain.from_iterable(chunk.token_ids for chunk in chunks), np.int32)
-        graph = self._graph(plan, host)
-        if graph is not None:
-            return graph.replay(token_ids, host)
-        return self._eager(plan, token_ids, host)
+        sources = np.full(len(token_ids), -1, dtype=np.int32)
+        if drawn is not None:
+            sources[token_ids == UNKNOWN] = [chunk.follows for chunk in chunks if chunk.follows is not None]
+        graph = self._graph(plan, host) if drawn is None or len(drawn) <= len(self._drawn) else None
+        if graph is None:
+            return self._eager(plan, token_ids, sources, host, drawn)
+        if drawn is not None:
+            self._drawn[: len(drawn)] = drawn
+        return graph.replay(token_ids, sources, host)
 
-    def _eager(self, plan: StepPlan, token_ids: Ids, host: HostPlan) -> torch.Tensor:
+    def _eager(
+        self, plan: StepPlan, token_ids: Ids, sources: Ids, host: HostPlan, drawn: torch.Tensor | None
+    ) -> torch.Tensor:
         logit_rows: list[int] = []
         begin = 0
         for chunk in plan.chunks:
             logit_rows.extend(begin + offset for offset in chunk.logit_offsets)
             begin += len(chunk.token_ids)
         names = list(vars(host))
-        arrays = [token_ids, np.array(logit_rows, dtype=np.int32), *vars(host).values()]
-        ids, rows, *attention = self._staging.put(arrays)
+        arrays = [token_ids, sources, np.array(logit_rows, dtype=np.int32), *vars(host).values()]
+        ids, from_drawn, rows, *attention = self._staging.put(arrays)
+        if drawn is not None:
+            follow(ids, from_drawn, drawn)
         splits = num_splits(len(host.single_rows), self._num_kv_heads)
         paged = PagedPlan(
             **dict(zip(names, attention, strict=True)), num_splits=splits, page_size=self._cache.page_size
@@ -117,7 +141,13 @@ class GpuSteps:
             return None
         if rows not in self._graphs:
             graph = _DecodeGraph(
-                self._model, self._cache, rows, num_splits(rows, self._num_kv_heads), self._spare_slot, self._staging
+                self._model,
+                self._cache,
+                rows,
+                num_splits(rows, self._num_kv_heads),
+                self._spare_slot,
+                self._staging,
+                self._drawn,
             )
             self._pool = graph.capture(self._pool)
             self._graphs[rows] = graph
@@ -128,7 +158,14 @@ class _DecodeGraph:
     """One captured decode step of `rows` rows: integers in, logits out, always in the same memory."""
 
     def __init__(
-        self, model: CausalLM, cache: KVCache, rows: int, splits: int, spare_slot: int, staging: Staging
+        self,
+        model: CausalLM,
+        cache: KVCache,
+        rows: int,
+        splits: int,
+        spare_slot: int,
+        staging: Staging,
+        drawn: torch.Tensor,
     ) -> None:
         self._model = model
         self._cache = cache
@@ -136,9 +173,12 @@ class _DecodeGraph:
         self._spare_slot = spare_slot
         self._staging = staging
         device = cache.layer(0)[0].device
-        self._integers = torch.zeros(rows * (5 + _PAGES_PER_ROW), dtype=torch.int32, device=device)
-        ids, positions, slots, pages, lengths = (self._integers[i * rows : (i + 1) * rows] for i in range(5))
+        self._drawn = drawn
+        self._integers = torch.zeros(rows * (6 + _PAGES_PER_ROW), dtype=torch.int32, device=device)
+        ids, sources, positions, slots, pages, lengths = (self._integers[i * rows : (i + 1) * rows] for i in range(6))
         slots.fill_(spare_slot)
+        sources.fill_(-1)
+        self._ids, self._sources = ids, sources
         every = torch.arange(rows, dtype=torch.int32, device=device)
         self._batch = _batch(
             ids,
@@ -146,7 +186,7 @@ class _DecodeGraph:
             PagedPlan(
                 positions=positions,
                 write_slots=slots,
-                pages=self._integers[5 * rows :],
+                pages=self._integers[6 * rows :],
                 single_rows=every,
                 single_pages=pages,
                 single_lengths=lengths,
@@ -163,20 +203,25 @@ class _DecodeGraph:
         side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
-            self._model(self._batch, self._cache)
+            self._compute()
         torch.cuda.current_stream().wait_stream(side)
         torch.cuda.synchronize()
         with torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"):
-            self._logits = self._model(self._batch, self._cache)
+            self._logits = self._compute()
         return self._graph.pool()
 
-    def replay(self, token_ids: Ids, host: HostPlan) -> torch.Tensor:
+    def _compute(self) -> torch.Tensor:
+        follow(self._ids, self._sources, self._drawn)
+        return self._model(self._batch, self._cache)
+
+    def replay(self, token_ids: Ids, sources: Ids, host: HostPlan) -> torch.Tensor:
         """Logits of the rows that are not there to fill up; overwritten by the next step."""
         filling = self._num_rows - len(token_ids)
         arrays = [
             np.pad(array, (0, filling), constant_values=value)
             for array, value in (
                 (token_ids, 0),
+                (sources, -1),
                 (host.positions, 0),
                 (host.write_slots, self._spare_slot),
                 (host.single_pages, 0),

@@ -31,14 +31,16 @@ from sgl.runtime.plan import Chunk, Done, Pending, RowResult, SampleSpec, StepPl
 from sgl.runtime.processors import BUILT_IN, LogitProcessor
 
 _Pairs: TypeAlias = tuple[tuple[int, float], ...]
-_NAN = ("invalid_logits", "the model returned NaN or no finite logit for this row")
+NAN = ("invalid_logits", "the model returned NaN or no finite logit for this row")
+GREEDY = 1e-5
+"""Temperatures below are 0."""
 _ROWS_AT_ONCE = 8
 """Rows whose probabilities are in memory at a time, as doubles."""
 _CANDIDATES = 512
 """Most probable tokens that are looked at before all are: sorting a large vocabulary costs more than a small model."""
 
 
-class _Draw(NamedTuple):
+class Draw(NamedTuple):
     """A row of logits to draw from, and the place of its mask among those of the step."""
 
     row: int
@@ -69,7 +71,7 @@ class Sampler:
     def sample(self, plan: StepPlan, logits: torch.Tensor) -> StepResult:
         """One result per chunk. `logits` is float32 `[R, V]`, rows in the plan's order; it is not changed."""
         blocks: list[tuple[Chunk, list[int], torch.Tensor]] = []
-        drawing: list[_Draw] = []
+        drawing: list[Draw] = []
         first = num_masks = 0
         for chunk in plan.chunks:
             offsets = chunk.logit_offsets
@@ -77,7 +79,7 @@ class Sampler:
             first += len(offsets)
             if chunk.sample is not None:
                 has_mask = chunk.sample.matcher is not None
-                drawing.append(_Draw(first - 1, chunk.sample, num_masks if has_mask else None))
+                drawing.append(Draw(first - 1, chunk.sample, num_masks if has_mask else None))
                 num_masks += has_mask
         masks = plan.masks if plan.masks is not None else self._filler.start(plan.chunks)
         drawn = iter(self._draw(logits, drawing, masks))
@@ -100,13 +102,13 @@ class Sampler:
             return (), (), None
         wanted = block[[offsets.index(score.offset) for score in chunk.scores], : self.vocab_size]
         if bool(torch.isnan(wanted).any()):
-            return tuple(() for _ in chunk.scores), (), _NAN
+            return tuple(() for _ in chunk.scores), (), NAN
         logprobs = torch.log_softmax(wanted, dim=-1)
         values = tuple(tuple(logprobs[i, list(s.token_ids)].tolist()) for i, s in enumerate(chunk.scores))
         tops = tuple(_top(logprobs[i], s.top) for i, s in enumerate(chunk.scores))
         return values, tops if any(tops) else (), None
 
-    def _draw(self, logits: torch.Tensor, drawing: list[_Draw], masks: MaskJob | None) -> list[RowResult]:
+    def _draw(self, logits: torch.Tensor, drawing: list[Draw], masks: MaskJob | None) -> list[RowResult]:
         """Greedy rows where their logits lie, the others on a copy of theirs; one result each."""
         results = self._largest(logits, drawing, masks)
         rest = [i for i in range(len(drawing)) if i not in results]
@@ -115,14 +117,14 @@ class Sampler:
             results.update(zip(rest, drawn, strict=True))
         return [results[i] for i in range(len(drawing))]
 
-    def _draw_adjusted(self, logits: torch.Tensor, drawing: list[_Draw], masks: MaskJob | None) -> list[RowResult]:
+    def _draw_adjusted(self, logits: torch.Tensor, drawing: list[Draw], masks: MaskJob | None) -> list[RowResult]:
         """Rows whose logits are changed by what was asked for, and those that turn out to be unusable."""
         specs = [draw.spec for draw in drawing]
         adjusted = logits[[draw.row for draw in drawing], : self.vocab_size]  # a copy
         # The largest of a row that holds a NaN is NaN.
         largest = adjusted.amax(dim=-1)
         broken = (torch.isnan(largest) | (largest == -torch.inf)).tolist()
-        failures = {i: _NAN for i, is_broken in enumerate(broken) if is_broken}
+        failures = {i: NAN for i, is_broken in enumerate(broken) if is_broken}
         for i, spec in enumerate(specs):
             _penalize(adjusted[i], spec)
             if i not in failures and (failed := self._process(adjusted[i], spec)) is not None:
@@ -130,7 +132,7 @@ class Sampler:
         if masks is not None:
             failures = {**self._mask(adjusted, drawing, masks), **failures}
         dead = (adjusted.amax(dim=-1) == -torch.inf).tolist()
-        is_greedy = [spec.sampling.temperature < 1e-5 for spec in specs]
+        is_greedy = [spec.sampling.temperature < GREEDY for spec in specs]
         greedy = adjusted.argmax(dim=-1).tolist() if any(is_greedy) else []
         random = [i for i in range(len(specs)) if not (is_greedy[i] or dead[i] or i in failures)]
         tokens = dict(zip(random, _draw_rows(adjusted, random, specs, self._op("top_k", logits.device)), strict=True))
@@ -139,13 +141,13 @@ class Sampler:
             if i in failures:
                 results.append(RowResult(sequence=0, failed=failures[i]))
             elif dead[i]:
-                results.append(RowResult(sequence=0, failed=_dead_end(draw, masks)))
+                results.append(RowResult(sequence=0, failed=dead_end(draw, masks)))
             else:
                 token = greedy[i] if is_greedy[i] else tokens[i]
                 results.append(self._described(logits, token, draw))
         return results
 
-    def _mask(self, adjusted: torch.Tensor, drawing: list[_Draw], masks: MaskJob) -> dict[int, tuple[str, str]]:
+    def _mask(self, adjusted: torch.Tensor, drawing: list[Draw], masks: MaskJob) -> dict[int, tuple[str, str]]:
         """Apply the masks to the rows that have one, in place; by row, why its mask is missing."""
         rows = [i for i, draw in enumerate(drawing) if draw.mask is not None]
         if not rows:
@@ -156,7 +158,7 @@ class Sampler:
         failures = masks.wait().failures
         return {i: failures[place] for i, draw in enumerate(drawing) if (place := draw.mask) in failures}
 
-    def _largest(self, logits: torch.Tensor, drawing: list[_Draw], masks: MaskJob | None) -> dict[int, RowResult]:
+    def _largest(self, logits: torch.Tensor, drawing: list[Draw], masks: MaskJob | None) -> dict[int, RowResult]:
         """Greedy rows whose logits nothing but a mask changes, as far as they have a token; by place in `drawing`.
 
         They are read once, where they lie.
@@ -174,7 +176,7 @@ class Sampler:
         found = zip(plain, tokens, strict=True)
         return {i: self._described(logits, token, drawing[i]) for i, token in found if token >= 0}
 
-    def _described(self, logits: torch.Tensor, token: int, draw: _Draw) -> RowResult:
+    def _described(self, logits: torch.Tensor, token: int, draw: Draw) -> RowResult:
         """The row's result, with log-probabilities when they were asked for."""
         sampling = draw.spec.sampling
         if not sampling.return_logprob:
@@ -202,14 +204,14 @@ class Sampler:
         failed = None
         if name is not None:
             processor = self.processors[name]  # admission has seen to it that there is one
-            failed = _replace(row, name, lambda row: processor(row, tuple(spec.output_ids), spec.processor_params))
+            failed = process_row(row, name, lambda row: processor(row, tuple(spec.output_ids), spec.processor_params))
         blocked = [token for token in spec.blocked_ids if token < len(row)]
         if blocked:
             row[blocked] = -torch.inf
         return failed
 
 
-def _dead_end(draw: _Draw, masks: MaskJob | None) -> tuple[str, str]:
+def dead_end(draw: Draw, masks: MaskJob | None) -> tuple[str, str]:
     """Why no token is left in a row: the constraint allows none, or what it allows is forbidden by something else."""
     name = draw.spec.sampling.custom_logit_processor
     others = f"the logit processor {name!r}" if name is not None else "blocked tokens and logit bias"
@@ -222,10 +224,14 @@ def _dead_end(draw: _Draw, masks: MaskJob | None) -> tuple[str, str]:
 
 def _is_plainly_greedy(spec: SampleSpec) -> bool:
     """Whether the next token is the one with the largest logit, of those that a constraint allows."""
+    return spec.sampling.temperature < GREEDY and not changes_logits(spec)
+
+
+def changes_logits(spec: SampleSpec) -> bool:
+    """Whether anything but a constraint's mask changes the logits of the row."""
     sampling = spec.sampling
     penalized = (sampling.frequency_penalty, sampling.presence_penalty, sampling.repetition_penalty) != (0.0, 0.0, 1.0)
-    changed = penalized or sampling.logit_bias or sampling.custom_logit_processor is not None or spec.blocked_ids
-    return sampling.temperature < 1e-5 and not changed
+    return bool(penalized or sampling.logit_bias or sampling.custom_logit_processor is not None or spec.blocked_ids)
 
 
 def _top(logprobs: torch.Tensor, num: int) -> _Pairs:
@@ -251,7 +257,7 @@ def _penalize(row: torch.Tensor, spec: SampleSpec) -> None:
         row[list(biased)] += torch.tensor(bias, dtype=row.dtype, device=row.device)
 
 
-def _replace(row: torch.Tensor, name: str, processor: Callable[[torch.Tensor], Any]) -> tuple[str, str] | None:
+def process_row(row: torch.Tensor, name: str, processor: Callable[[torch.Tensor], Any]) -> tuple[str, str] | None:
     """Give a copy of the row to a processor and take what it returns; what is wrong with that."""
     try:
         changed = processor(row.clone())
@@ -318,7 +324,7 @@ def _draw_cut_group(logits: torch.Tensor, specs: Sequence[SampleSpec], top_k: Fu
 def _draws(specs: Sequence[SampleSpec], like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Temperatures and uniform numbers of rows, `[G, 1]` each."""
     temperature = _column([spec.sampling.temperature for spec in specs], like)
-    return temperature, _column([_uniform(spec.seed, spec.position) for spec in specs], like)
+    return temperature, _column([uniform_of(spec.seed, spec.position) for spec in specs], like)
 
 
 def _pick_kept(
@@ -349,7 +355,7 @@ def _column(values: Sequence[float], like: torch.Tensor) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.float64, device=like.device)[:, None]
 
 
-def _uniform(seed: int, position: int) -> float:
+def uniform_of(seed: int, position: int) -> float:
     """A number in [0, 1) in which every bit depends on both."""
     data = seed.to_bytes(8, "little") + position.to_bytes(8, "little")
     return (int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little") >> 11) / 2**53

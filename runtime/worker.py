@@ -24,7 +24,7 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from functools import partial
 from io import FileIO
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import msgspec
 import zmq
@@ -73,6 +73,9 @@ from sgl.runtime.sampling_defaults import model_defaults
 from sgl.runtime.text.tokenizer import Tokenizer
 from sgl.runtime.trace import Tracer
 from sgl.runtime.watchdog import Watchdog
+
+if TYPE_CHECKING:
+    from sgl.runtime.sampler import Sampler
 
 _JOB_THREADS = 4
 """More than one, so that a constraint that compiles for seconds does not hold up the texts behind it."""
@@ -350,7 +353,6 @@ def build_core(
     # Imported here: torch takes seconds, and a wrong option, name or file has been told before.
     progress(IMPORTING)
     from sgl.runtime.model_runner import ModelRunner
-    from sgl.runtime.sampler import Sampler
 
     progress(f"planning {source.name}")
     resolved = _resolve_and_load_kernels(config, checkpoint.facts(), progress)
@@ -366,7 +368,7 @@ def build_core(
         quantization=resolved.quantization,
     )
     runner = ModelRunner(model, checkpoint.config, resolved)
-    sampler = Sampler(tokenizer.vocab_size, processors)
+    sampler = _sampler_class(resolved)(tokenizer.vocab_size, processors)
     tracer = Tracer(config.trace_file, time.monotonic) if config.trace_file is not None else None
     core = kind(
         resolved,
@@ -392,6 +394,17 @@ def build_core(
         "overrides": [],
     }
     return core, info
+
+
+def _sampler_class(resolved: ResolvedConfig) -> type[Sampler]:
+    """Where Triton's kernels compute, tokens are drawn by one of them, and the host need not wait."""
+    from sgl.runtime.sampler import Sampler
+
+    if resolved.kernels != "triton":
+        return Sampler
+    from sgl.runtime.device_sampler import DeviceSampler
+
+    return DeviceSampler
 
 
 def _formats(tokenizer: Tokenizer) -> dict[str, str | None]:

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from sgl.grammars.matcher import MaskSource
 from sgl.kernels import attention as reference
 from sgl.kernels import elementwise as reference_elementwise
-from sgl.kernels.triton import attention, elementwise, matmul
+from sgl.kernels.triton import attention, elementwise, matmul, sampling
+from sgl.lang.graph import Sampling
+from sgl.runtime.device_sampler import DeviceSampler
+from sgl.runtime.plan import Chunk, SampleSpec, ScoreSpec, StepPlan
+from sgl.runtime.sampler import Sampler
 
 HAS_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if HAS_GPU else "cpu"
@@ -125,3 +131,152 @@ def test_few_rows_are_split_and_many_are_not() -> None:
     assert attention.num_splits(1, 8) == 66
     assert attention.num_splits(16, 8) == 4
     assert attention.num_splits(64, 8) == attention.num_splits(256, 8) == 1
+
+
+VOCAB = 128_256 if HAS_GPU else 4500
+"""More than one block of the drawing kernel."""
+
+
+def kept(logits: np.ndarray, temperature: float, top_k: int, top_p: float, min_p: float) -> np.ndarray:
+    """Weights of the tokens that may be drawn, in float64; 0 for the others. Ties rank by id."""
+    weights = np.exp((logits.astype(np.float64) - logits.max()) / temperature)
+    order = np.lexsort((np.arange(len(logits)), -logits))
+    ranked = weights[order]
+    keep = (np.cumsum(ranked) - ranked < top_p * ranked.sum()) if top_p < 1 else np.full(len(order), fill_value=True)
+    keep &= ranked >= min_p
+    keep &= np.arange(len(order)) < (top_k if top_k > 0 else len(order))
+    keep[0] = True
+    left = np.zeros_like(weights)
+    left[order[keep]] = ranked[keep]
+    return left
+
+
+SETTINGS = [
+    (1.0, -1, 1.0, 0.0),
+    (0.7, 5, 1.0, 0.0),
+    (1.5, -1, 0.9, 0.0),
+    (1.0, 50, 0.5, 0.05),
+    (0.5, -1, 1.0, 0.3),
+    (1.0, 3, 1.0, 0.0),
+    (1.0, 20000, 0.999, 0.0),
+    (1.0, -1, 1e-9, 0.0),
+]
+
+
+# The interpreter takes tenths of a second for a row.
+@pytest.mark.parametrize("kind", ["random", "ties", "flat", "masked"] if HAS_GPU else ["ties", "masked"])
+def test_draw(kind: str) -> None:
+    """Each kept token gets the part of [0, 1) that belongs to it, in the order of ids, and no other gets one."""
+    generator = np.random.default_rng(0)
+    logits = generator.normal(size=VOCAB).astype(np.float32) * 3
+    if kind == "ties":
+        logits = np.round(logits)
+    elif kind == "flat":
+        logits[:] = 1.25
+    allowed = np.full(VOCAB, fill_value=True)
+    if kind == "masked":
+        allowed = generator.random(VOCAB) < 0.3
+    words = np.packbits(allowed, bitorder="little")
+    words = np.pad(words, (0, -len(words) % 4)).view(np.int32)
+    uniforms = [0.0, 1e-7, 0.1, 0.5, 0.9, 1 - 2**-53] if HAS_GPU else [0.6]
+    rows = [(setting, uniform) for setting in SETTINGS for uniform in uniforms]
+    fields = [[1, 0 if kind == "masked" else -1, *setting, uniform] for setting, uniform in rows]
+    padded = np.full((2, VOCAB + 5), 100.0, dtype=np.float32)
+    padded[1, :VOCAB] = logits
+    codes, ids = sampling.draw(
+        torch.from_numpy(padded).to(DEVICE),
+        torch.tensor(fields, dtype=torch.float64, device=DEVICE).T.contiguous(),
+        torch.from_numpy(words[None]).to(DEVICE),
+        VOCAB,
+    )
+    assert codes.tolist() == ids.tolist()
+    for ((temperature, top_k, top_p, min_p), uniform), token in zip(rows, codes.tolist(), strict=True):
+        weights = kept(np.where(allowed, logits, -np.inf), temperature, top_k, top_p, min_p)
+        assert weights[token] > 0, (temperature, top_k, top_p, min_p, uniform)
+        sums = np.cumsum(weights) / weights.sum()
+        before = sums[token] - weights[token] / weights.sum()
+        assert before - 1e-6 <= uniform <= sums[token] + 1e-6
+
+
+def test_draw_greedy_and_unusable_rows() -> None:
+    logits = np.zeros((4, VOCAB), dtype=np.float32)
+    logits[0, [4200, 77, 4400]] = 3.0, 5.0, 5.0
+    logits[1, 4200] = np.nan
+    logits[2] = -np.inf
+    words = np.zeros((2, -(-VOCAB // 32)), dtype=np.int32)
+    words[1, 4200 // 32] = 1 << 4200 % 32
+    rows = [(0, -1, 0.0), (0, 1, 0.0), (0, 1, 1.0), (0, 0, 0.0), (1, -1, 0.0), (1, -1, 1.0), (2, -1, 0.0), (3, -1, 0.0)]
+    fields = torch.tensor([[row, mask, temperature, -1, 1.0, 0.0, 0.5] for row, mask, temperature in rows])
+    codes, ids = sampling.draw(
+        torch.from_numpy(logits).to(DEVICE),
+        fields.double().T.contiguous().to(DEVICE),
+        torch.from_numpy(words).to(DEVICE),
+        VOCAB,
+    )
+    assert codes.tolist() == [77, 4200, 4200, sampling.DENIED, sampling.INVALID, sampling.INVALID, sampling.INVALID, 0]
+    assert ids.tolist() == [77, 4200, 4200, 0, 0, 0, 0, 0]
+
+
+def test_follow() -> None:
+    ids = torch.arange(300, dtype=torch.int32, device=DEVICE)
+    sources = torch.full((300,), -1, dtype=torch.int32, device=DEVICE)
+    sources[[3, 299]] = torch.tensor([1, 0], dtype=torch.int32, device=DEVICE)
+    sampling.follow(ids, sources, torch.tensor([70, 80], device=DEVICE))
+    expected = list(range(300))
+    expected[3], expected[299] = 80, 70
+    assert ids.tolist() == expected
+
+
+def test_device_sampler_draws_scores_and_describes_as_the_sampler() -> None:
+    """Greedy rows, so that both draw the same tokens: plain, penalized, masked, biased, unusable, and scored ones."""
+    generator = torch.Generator().manual_seed(1)
+    logits = torch.randn(8, 300, generator=generator)
+    logits[6] = torch.nan
+
+    def spec(matcher: MaskSource | None = None, output: tuple[int, ...] = (), **fields: Any) -> SampleSpec:
+        sampling = Sampling(**{"temperature": 0.0, **fields})
+        blocked = (int(logits[7, :290].argmax()),) if fields.get("seed") else ()
+        return SampleSpec(
+            sampling=sampling, seed=3, position=1, output_ids=list(output), matcher=matcher, blocked_ids=blocked
+        )
+
+    best = int(logits[1, :290].argmax())
+    specs = [
+        spec(return_logprob=True, top_logprobs_num=3, token_ids_logprob=(5, 9)),
+        spec(output=(best, best, 4), frequency_penalty=2.0, presence_penalty=1.0, repetition_penalty=1.9),
+        spec(Only(17, 250)),
+        spec(logit_bias=((40, 90.0),), return_logprob=True),
+        spec(Only()),
+        spec(custom_logit_processor="low"),
+        spec(output=(1,), presence_penalty=0.5),
+        spec(Only(int(logits[7, :290].argmax())), seed=1),
+    ]
+    tables = np.zeros(3, dtype=np.int32)
+    scores = (ScoreSpec(offset=0, token_ids=(3, 4), top=2), ScoreSpec(offset=1, token_ids=(), top=0))
+    chunks = [Chunk(sequence=9, token_ids=[1, 2], start=0, page_table=tables, scores=scores)]
+    chunks += [
+        Chunk(sequence=i + 1, token_ids=[1], start=0, page_table=tables, sample=spec) for i, spec in enumerate(specs)
+    ]
+    processors = {"low": lambda row, output, params: -row}
+    given = torch.cat([torch.randn(2, 300, generator=generator), logits])
+    ours = DeviceSampler(290, processors).sample(StepPlan(chunks=tuple(chunks)), given.to(DEVICE)).rows
+    expected = Sampler(290, processors).sample(StepPlan(chunks=tuple(chunks)), given).rows
+    for row, other in zip(ours, expected, strict=True):
+        assert (row.sequence, row.token_id, row.failed) == (other.sequence, other.token_id, other.failed)
+        assert [token for token, _ in row.top] == [token for token, _ in other.top]
+        assert np.allclose([row.logprob, *(v for _, v in row.given)], [other.logprob, *(v for _, v in other.given)])
+        for values, others in zip((*row.scores, *row.tops), (*other.scores, *other.tops), strict=True):
+            assert np.allclose(values, others)
+    assert [row.failed is not None for row in ours] == [False] * 5 + [True, False, True, True]
+
+
+class Only:
+    """A constraint that allows a few tokens."""
+
+    def __init__(self, *token_ids: int) -> None:
+        self.token_ids = token_ids
+
+    def fill(self, bitmask: np.ndarray, row: int) -> None:
+        bitmask[row] = 0
+        for token_id in self.token_ids:
+            bitmask[row, token_id // 32] |= np.int32(1 << token_id % 32) if token_id % 32 < 31 else np.int32(-(2**31))
