@@ -210,6 +210,9 @@ class BranchState:
             constraint=toolbox.constraint() if toolbox is not None else expr.constraint,
             reasoning=reasoning,
             tools=toolbox.specs() if toolbox is not None else (),
+            tool_choice=toolbox.choice if toolbox is not None else "auto",
+            parallel_tool_calls=toolbox.parallel if toolbox is not None else True,
+            tool_format=toolbox.format.name if toolbox is not None else "",
         )
         return node, lambda branch: Capture(name, branch, location, form, reasoning, toolbox, inside)
 

@@ -116,8 +116,10 @@ class Media(NodeBase, frozen=True, tag="media"):
 class Gen(NodeBase, frozen=True, tag="gen"):
     """Generate until a stop; the value is stored under `name` (unnamed ones get a name of their own).
 
-    `tools` are those that it may call, for an executor that tells its model of tools and writes calls itself; where the
-    program does both, `constraint` holds the generation to the form of calls.
+    `tools` are those that it may call, for an executor that tells its model of tools itself; `tool_choice` (`auto`,
+    `none`, `required`, or the name of one) and `parallel_tool_calls` say which calls it may write, `tool_format` (a
+    name of `sgl.grammars.formats`) how the value has them. Where the program tells the model, `constraint` says all of
+    it.
 
     With `reasoning`, the name of a format (`sgl.grammars.formats`), the value is everything that was generated, and the
     state keeps the answer in it alone.
@@ -130,6 +132,9 @@ class Gen(NodeBase, frozen=True, tag="gen"):
     sampling: Sampling = Sampling()
     constraint: Constraint | None = None
     tools: tuple[ToolSpec, ...] = ()
+    tool_choice: str = "auto"
+    parallel_tool_calls: bool = True
+    tool_format: str = ""
     next_text: str = ""
     reasoning: str | None = None
 

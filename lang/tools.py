@@ -13,7 +13,7 @@ import inspect
 import json
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, cast
 
 from sgl.errors import GenerationError, InvalidParameter, SourceLocation, ToolError
@@ -96,8 +96,8 @@ class Toolbox:
         self.format: ToolFormat = tool_format(fmt or DEFAULT_TOOL_FORMAT)
         self.functions = {function.__name__: function for function in functions}
         self.tools = tools_of(functions)
-        self._choice = choice
-        self._parallel = parallel
+        self.choice = choice
+        self.parallel = parallel
         self._others: dict[str, Toolbox] = {}  # by format
         self.constraint()  # checks the choice
 
@@ -122,13 +122,13 @@ class Toolbox:
         if fmt is None or fmt == self.format.name:
             return self
         if fmt not in self._others:
-            self._others[fmt] = Toolbox(list(self.functions.values()), fmt, self._choice, self._parallel)
+            self._others[fmt] = Toolbox(list(self.functions.values()), fmt, self.choice, self.parallel)
         return self._others[fmt]
 
     def constraint(self) -> Constraint | None:
         """What holds a generation to the format; see `ToolFormat.constraint`."""
-        wanted = {"name": self._choice} if self._choice in self.functions else self._choice
-        return self.format.constraint(self.tools, wanted, parallel=self._parallel, strict=True)
+        wanted = {"name": self.choice} if self.choice in self.functions else self.choice
+        return self.format.constraint(self.tools, wanted, parallel=self.parallel, strict=True)
 
     def prompt(self) -> str:
         """The text that tells a model of the tools and of how it calls them."""
@@ -297,6 +297,14 @@ def tool_loop(
         calls: list[Call] = yield Read(expr)
         if not calls:
             break
+        if number == max_rounds:
+            raise ToolError(
+                f"the model called {calls[0].name!r} after {max_rounds} rounds of calls, where it had to answer",
+                hint="raise max_rounds",
+                location=location,
+                tool=calls[0].name,
+            )
+        calls = [replace(call, id=f"call_{len(results) + index}") for index, call in enumerate(calls)]
         done: list[CallResult] = yield Run(calls)
         for result in done:
             if result.error is not None and on_error == "raise":

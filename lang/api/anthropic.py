@@ -111,6 +111,11 @@ class AnthropicClient:
                 {"name": tool.name, "description": tool.description, "input_schema": json.loads(tool.parameters)}
                 for tool in ask.tools
             ]
+            modes = {"auto": "auto", "none": "none", "required": "any"}
+            mode = modes.get(ask.tool_choice)
+            fields["tool_choice"] = {"type": mode} if mode else {"type": "tool", "name": ask.tool_choice}
+            if not ask.parallel_tool_calls and mode != "none":
+                fields["tool_choice"]["disable_parallel_tool_use"] = True
         with self._errors():
             if ask.on_text is not None and "tools" not in fields:
                 return self._streamed(ask, fields)

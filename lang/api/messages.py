@@ -57,6 +57,8 @@ class Ask:
     stops: tuple[str, ...] = ()
     constraint: Constraint | None = None
     tools: tuple[ToolSpec, ...] = ()
+    tool_choice: str = "auto"
+    parallel_tool_calls: bool = True
     top_logprobs: int | None = None
     on_text: Callable[[str], bool] | None = None
 

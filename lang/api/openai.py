@@ -153,6 +153,13 @@ class OpenAIClient:
                 }
                 for tool in ask.tools
             ]
+            fields["tool_choice"] = (
+                ask.tool_choice
+                if ask.tool_choice in ("auto", "none", "required")
+                else {"type": "function", "function": {"name": ask.tool_choice}}
+            )
+            if not ask.parallel_tool_calls:
+                fields["parallel_tool_calls"] = False
         if isinstance(ask.constraint, JsonSchema):
             schema = {"name": "value", "schema": json.loads(ask.constraint.schema), "strict": True}
             fields["response_format"] = {"type": "json_schema", "json_schema": schema}

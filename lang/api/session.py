@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 
 from sgl.errors import EngineDead, GenerationError, InternalError, SglError, Unsupported
-from sgl.grammars.formats import message_parser, reasoning_format
+from sgl.grammars.formats import DEFAULT_TOOL_FORMAT, message_parser, reasoning_format, tool_format
 from sgl.grammars.spec import Choices, Constraint, Ebnf, JsonSchema, Regex
 from sgl.lang.api import speculation
 from sgl.lang.api.messages import STYLES, ApiPrompt, Ask, Client, Reply
@@ -257,6 +257,8 @@ class ApiSession(GraphSession[ApiPrompt]):
             stops=stops,
             constraint=None if node.tools else node.constraint,
             tools=node.tools,
+            tool_choice=node.tool_choice,
+            parallel_tool_calls=node.parallel_tool_calls,
             top_logprobs=node.sampling.top_logprobs_num if node.sampling.return_logprob else None,
             on_text=self._teller(branch, node) if streams else None,
         )
@@ -304,7 +306,7 @@ class ApiSession(GraphSession[ApiPrompt]):
 
     def _answered(self, branch: Branch[ApiPrompt], node: Gen, ask: Ask, reply: Reply) -> None:
         """A generation's answer has come: cut it, and keep what is beyond."""
-        text = _with_calls(reply)
+        text = _with_calls(reply, node)
         cut = first_stop(text, node.sampling)
         if cut is not None:
             self._value(
@@ -443,10 +445,24 @@ _NO_ID = -1
 """Endpoints tell of tokens as texts; they have no ids here."""
 
 
-def _with_calls(reply: Reply) -> str:
-    """The text, with tool calls as the default tool format writes them."""
-    calls = [
-        "<tool_call>\n" + json.dumps({"name": name, "arguments": json.loads(arguments or "{}")}) + "\n</tool_call>"
-        for name, arguments in reply.calls
-    ]
-    return "\n".join([reply.text, *calls] if reply.text else calls) if calls else reply.text
+def _with_calls(reply: Reply, node: Gen) -> str:
+    """The text, with tool calls as the node's tool format writes them."""
+    if not reply.calls:
+        return reply.text
+    calls = [(name, _arguments(name, text, node)) for name, text in reply.calls]
+    written = tool_format(node.tool_format or DEFAULT_TOOL_FORMAT).render(calls)
+    return f"{reply.text}\n{written}" if reply.text else written
+
+
+def _arguments(name: str, text: str, node: Gen) -> Mapping[str, Any]:
+    try:
+        found = json.loads(text or "{}")
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise GenerationError(
+            f"the arguments of the call of {name!r} in {node.name!r} are no JSON object: {text[:80]!r}",
+            hint="generate it again",
+            location=node.location,
+        )
+    return found

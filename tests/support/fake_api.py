@@ -128,7 +128,7 @@ def serving(model: Model, top: Callable[[str], dict[str, float]] | None = None) 
                 if body["max_tokens"] == 1 and top:
                     tokens = [top[0] | {"top_logprobs": top}]
                 choice["logprobs"] = {"content": tokens, "refusal": None}
-            for tool in body.get("tools", []):
+            for tool in body.get("tools", []) if body.get("tool_choice") != "none" else ():
                 call = {"name": tool["function"]["name"], "arguments": text}
                 choice["message"] = {"role": "assistant", "content": None}
                 choice["message"]["tool_calls"] = [{"id": "1", "type": "function", "function": call}]
@@ -160,7 +160,12 @@ def serving(model: Model, top: Callable[[str], dict[str, float]] | None = None) 
             usage = {"input_tokens": len(words(prompt)), "output_tokens": len(words(text))}
             reason = "max_tokens" if finish == "length" else "end_turn"
             content: list[dict[str, Any]] = [{"type": "text", "text": text}]
-            if "tool_choice" in body:
+            told = body.get("tool_choice", {"type": "none"})
+            if told["type"] != "none" and told.get("name") != "answer":
+                name = body["tools"][0]["name"]
+                content = [{"type": "tool_use", "id": "1", "name": name, "input": json.loads(text)}]
+                reason = "tool_use"
+            elif told["type"] != "none":
                 options = body["tools"][0]["input_schema"]["properties"]["choice"]["enum"]
                 choice = next(option for option in options if option in api.model(prompt))
                 content = [{"type": "tool_use", "id": "1", "name": "answer", "input": {"choice": choice}}]

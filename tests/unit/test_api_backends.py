@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any, Literal
 
@@ -391,19 +392,34 @@ def test_a_chat_model_writes_the_whole_turn():
 # --- tools, LiteLLM, Anthropic ---
 
 
-def test_tools_are_told_and_called_in_the_endpoints_own_form():
-    def add(a: int, b: int) -> int:
-        "Add two numbers."
-        return a + b
+def add(a: int, b: int) -> int:
+    "Add two numbers."
+    return a + b
 
-    @sgl.function
-    def program(s):
-        s += sgl.user("1 + 2?") + sgl.assistant(sgl.gen("call", tools=[add]))
-        return s.calls("call")[0].arguments
 
+@sgl.function
+def sums(s, choice="auto", parallel=True, tool_format=None):
+    s += sgl.user("1 + 2?")
+    return s.tools([add], tool_choice=choice, parallel=parallel, max_rounds=1, tool_format=tool_format)
+
+
+@pytest.mark.parametrize("tool_format", [None, "pythonic"])
+def test_tools_are_told_and_called_in_the_endpoints_own_form(tool_format: str | None):
     with serving(lambda prompt: '{"a": 1, "b": 2}') as api, openai(api) as backend:
-        assert program.run(backend=backend).ret_value == {"a": 1, "b": 2}
-    assert api.bodies[0]["tools"][0]["function"]["description"] == "Add two numbers."
+        state = sums.run("required", False, tool_format, backend=backend)
+    assert [result.value for result in state["answer_calls"]] == [3]
+    first, last = api.bodies
+    assert first["tools"][0]["function"]["description"] == "Add two numbers."
+    assert (first["tool_choice"], first["parallel_tool_calls"]) == ("required", False)
+    assert last["tool_choice"] == "none", "the last round has to answer"
+
+
+def test_arguments_that_are_no_json_are_an_error_of_the_generation():
+    with serving(lambda prompt: "{a: 1") as api, openai(api) as backend:
+        with pytest.raises(GenerationError, match="arguments of the call of 'add'") as caught:
+            sums.run("add", backend=backend)
+        assert caught.value.location.function == "sums"
+    assert api.bodies[0]["tool_choice"] == {"type": "function", "function": {"name": "add"}}
 
 
 def test_litellm_is_asked_in_openais_form(monkeypatch: pytest.MonkeyPatch):
@@ -435,28 +451,103 @@ def test_a_missing_client_is_named(name: str, package: str, monkeypatch: pytest.
         getattr(sgl, name)("model")
 
 
-def test_anthropic_takes_system_turns_and_begun_turns():
+@pytest.fixture
+def anthropic() -> Iterator[Any]:
+    """Anthropic's own client, against a fake endpoint."""
     pytest.importorskip("anthropic", reason="the extra anthropic is not installed")
 
-    @sgl.function
-    def program(s):
-        s += sgl.system("Be brief.") + sgl.user("What is tea?")
-        s += sgl.assistant("Tea is" + sgl.gen("what", stop=".", max_tokens=9, temperature=0))
-        s += sgl.user("Which?") + sgl.assistant(sgl.select("which", ["green", "black"]))
+    @contextmanager
+    def made(model: Any, **given: Any) -> Iterator[tuple[FakeApi, sgl.Anthropic]]:
+        given = {"api_key": "k", "max_retries": 0, "timeout": 20.0, **given}
+        with serving(model) as api, sgl.Anthropic("claude", base_url=api.url, **given) as backend:
+            yield api, backend
 
-    def model(prompt: str) -> str:
-        return " hot. Really" if prompt.endswith("Tea is") else "black"
+    return made
 
-    with serving(model) as api, sgl.Anthropic("claude", api_key="k", base_url=api.url, max_retries=0) as backend:
-        state = program.run(backend=backend)
+
+@sgl.function
+def about_tea(s):
+    s += sgl.system("Be brief.") + sgl.user("What is tea?")
+    s += sgl.assistant("Tea is" + sgl.gen("what", stop=".", max_tokens=9, temperature=0))
+    s += sgl.user("Which?") + sgl.assistant(sgl.select("which", ["green", "black"]))
+
+
+def tea_of_claude(prompt: str) -> str:
+    return " hot. Really" if prompt.endswith("Tea is") else "black"
+
+
+def test_anthropic_takes_system_turns_and_begun_turns(anthropic: Any):
+    with anthropic(tea_of_claude) as (api, backend):
+        state = about_tea.run(backend=backend)
         assert (state["what"], state["which"]) == (" hot", "black")
         assert (api.bodies[0]["system"], api.bodies[0]["messages"][-1]["content"]) == ("Be brief.", "Tea is")
+        assert (api.bodies[0]["stop_sequences"], api.bodies[0]["max_tokens"]) == (["."], 9)
         assert api.bodies[1]["tool_choice"] == {"type": "tool", "name": "answer"}
-        streamed = program.run(backend=backend, stream=True)
-        assert "".join(streamed.text_iter("what")) == " hot"
-        streamed.sync()
-        api.failures = [529]
-        with pytest.raises(Overloaded):
-            program.run(backend=backend)
+        meta = state.get_meta_info("what")
+        assert (meta["prompt_tokens"], meta["completion_tokens"]) == (7, 1)
         with pytest.raises(Unsupported, match="takes no presence_penalty"):
-            program.run(backend=backend, presence_penalty=0.5)
+            about_tea.run(backend=backend, presence_penalty=0.5)
+
+
+def test_anthropics_streams_come_in_pieces_and_can_be_left(anthropic: Any):
+    with anthropic(counting) as (api, backend):
+
+        @sgl.function
+        def program(s):
+            s += sgl.user("Count.") + sgl.assistant(sgl.gen("n", max_tokens=6))
+
+        state = program.run(backend=backend, stream=True)
+        pieces = list(state.text_iter("n"))
+        assert pieces == ["w0", " w1", " w2", " w3", " w4", " w5"]
+        assert state.get_meta_info("n")["finish_reason"]["type"] == "length"
+        assert api.bodies[0]["stream"] is True
+        left = program.run(backend=backend, stream=True)
+        next(left.text_iter("n"))
+        left.cancel()
+        with pytest.raises(Cancelled):
+            left.sync()
+
+
+@pytest.mark.parametrize(
+    ("status", "kind"), [(401, RemoteError), (404, ModelNotFound), (400, InvalidRequest), (429, Overloaded),
+                         (529, Overloaded), (500, RemoteError)],
+)  # fmt: skip
+def test_anthropics_errors_are_typed_and_point_at_the_line(anthropic: Any, status: int, kind: type[SglError]):
+    with anthropic(tea_of_claude) as (api, backend):
+        for stream in (False, True):
+            api.failures = [status]
+            state = about_tea.run(backend=backend, stream=True) if stream else None
+            with pytest.raises(kind, match="the fake says no") as caught:
+                state.sync() if state is not None else about_tea.run(backend=backend)
+            assert (caught.value.remote_status, caught.value.location.function) == (status, "about_tea")
+
+
+def test_anthropics_schemas_and_tools(anthropic: Any):
+    @sgl.function
+    def program(s):
+        s += sgl.user("?") + sgl.assistant(sgl.gen("x", json_schema={"type": "object", "properties": {}}))
+
+    with anthropic(lambda prompt: '{"a": 1, "b": 2}') as (api, backend):
+        state = sums.run("required", False, backend=backend)
+        assert [result.value for result in state["answer_calls"]] == [3]
+        assert api.bodies[0]["tool_choice"] == {"type": "any", "disable_parallel_tool_use": True}
+        assert api.bodies[0]["tools"][0]["input_schema"]["required"] == ["a", "b"]
+        assert api.bodies[1]["tool_choice"] == {"type": "none"}
+
+
+def test_anthropic_writes_ahead_in_a_begun_turn(anthropic: Any):
+    """A model that continues its turn is asked once for all the fields of it."""
+
+    @sgl.function(num_api_spec_tokens=64)
+    def program(s):
+        s += sgl.user("The card of Ada?")
+        s += sgl.assistant("Name: " + sgl.gen("name", stop="\n") + "\nJob: " + sgl.gen("job", stop="\n"))
+
+    def card_of_ada(prompt: str) -> str:
+        whole = "Name: Ada\nJob: maths\nEnd"
+        begun = prompt.split("The card of Ada?\n")[-1]
+        return whole[len(begun.rstrip()) :].removeprefix(" " if begun.endswith(" ") else "")
+
+    with anthropic(card_of_ada) as (api, backend):
+        state = program.run(backend=backend)
+        assert (state["name"], state["job"], len(api.requests)) == ("Ada", "maths", 1)

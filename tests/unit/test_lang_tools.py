@@ -119,7 +119,8 @@ def test_calls_run_beside_each_other():
 
 
 def test_choices_of_tools_become_constraints_and_rounds_end():
-    mock = sgl.MockBackend(lambda prompt, node: written(("add", {"a": 1})) if node.constraint else "?")
+    answers = iter([written(("add", {"a": 1})), written(("add", {"a": 1})), "2"])
+    mock = sgl.MockBackend(lambda prompt, node: next(answers))
     state = assistant.run("?", tool_choice="add", max_rounds=2, role="tool", backend=mock)
     gens = [node for graph in mock.graphs for node in graph.nodes if isinstance(node, Gen)]
     assert len(gens) == 3
@@ -127,7 +128,7 @@ def test_choices_of_tools_become_constraints_and_rounds_end():
     assert len({node.constraint for node in gens}) == 3, "this one, any, none"
     assert [tool.name for tool in gens[0].tools] == ["add", "weather", "later"]
     roles = [message["role"] for message in state.messages()]
-    assert roles[2:] == ["assistant", "tool", "assistant", "tool", "assistant", "tool"]
+    assert roles[2:] == ["assistant", "tool", "assistant", "tool", "assistant"]
     assert state.messages()[3]["content"] == "2", "bare, in a role of its own"
 
 
@@ -231,14 +232,40 @@ def test_reasoning_that_the_program_has_opened_and_types_behind_it():
     assert "".join(state.text_iter("sum_reasoning_content")) == "Two twos."
 
 
-def test_compiled_programs_have_the_texts_of_typed_values_and_no_reasoning():
+def test_compiled_programs_have_typed_values_and_reasoning():
     @sgl.function
     def program(s, question):
         s += question + sgl.gen("n", type=int) + " "
         s += sgl.separate_reasoning(sgl.gen("x"), model_type="qwen3")
 
     run = program.compile().run(question="?", backend=sgl.MockBackend(["7", "<think>a</think>b"]))
-    assert (run["n"], run["x"], run.text()) == ("7", "b", "?7 b")
+    assert (run["n"], run["x"], run["x_reasoning_content"], run.text()) == (7, "b", "a", "?7 b")
+
+
+def test_a_model_that_calls_where_it_has_to_answer_is_an_error():
+    call = '<tool_call>{"name": "add", "arguments": {"a": 2, "b": 3}}</tool_call>'
+
+    @sgl.function
+    def program(s):
+        s += sgl.user("?")
+        return s.tools([add], max_rounds=2)
+
+    with pytest.raises(ToolError, match="'add' after 2 rounds of calls") as caught:
+        program.run(backend=sgl.MockBackend([call] * 3))
+    assert caught.value.location.function == "program"
+
+
+def test_calls_of_a_conversation_have_ids_of_their_own():
+    call = '<tool_call>{"name": "add", "arguments": {"a": 2, "b": 3}}</tool_call>'
+
+    @sgl.function
+    def program(s):
+        s += sgl.user("?") + sgl.assistant("")
+        s.tools([add])
+
+    state = program.run(backend=sgl.MockBackend([call + call, call, "done"]))
+    ids = [result.call.id for result in state["answer_calls"]]
+    assert len(set(ids)) == len(ids) == 3
 
 
 # --- templates ---
