@@ -112,6 +112,8 @@ def constraint_of(given: Mapping[str, Any]) -> Constraint | None:
             re.compile(value)
         except re.error as error:
             raise InvalidRegex(f"regex {value!r} cannot be compiled: {error}", param=name) from None
+        except RecursionError:
+            raise InvalidRegex(f"regex {value[:40]!r}... is nested too deeply to be read", param=name) from None
     return kinds[name](str(value))
 
 

@@ -22,6 +22,7 @@ from sgl.limits import DEFAULT_LIMITS
 
 T = TypeVar("T")
 
+_DISCARD_S = 1.0
 _LARGE = 64 * 2**10
 """Bytes from which a body is looked at on a thread: some 0.3 ms of work."""
 _NESTING = re.compile(rb'"(?:[^"\\]++|\\.)*+"|[\[{]|[\]}]', re.DOTALL)
@@ -46,14 +47,29 @@ async def read_body(request: Request, max_bytes: int, timeout_s: float) -> bytes
             async for chunk in request.stream():
                 body += chunk
                 if len(body) > max_bytes:
-                    raise _too_large(len(body), max_bytes)
+                    break
+            else:
+                return bytes(body)
+        body.clear()
+        await _discard(request)
     except TimeoutError:
         raise BodyTimeout(
             f"the body was not complete after {timeout_s:g} s", hint="send it faster, or raise --body-timeout"
         ) from None
     except ClientDisconnect:
         raise Cancelled("the client went away while its request was read") from None
-    return bytes(body)
+    raise _too_large(max_bytes + 1, max_bytes)
+
+
+async def _discard(request: Request) -> None:
+    """Read on for a moment: a connection that is closed on a client that is still sending is reset, and the client
+    never sees the answer."""
+    try:
+        async with asyncio.timeout(_DISCARD_S):
+            async for _ in request.stream():
+                continue
+    except TimeoutError:
+        return
 
 
 def _too_large(size: int, most: int) -> BodyTooLarge:

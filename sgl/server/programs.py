@@ -45,9 +45,6 @@ MAX_ROWS = 1024
 """Bindings of one request: each is a program."""
 
 
-NOTHING = msgspec.Raw()
-
-
 class ProgramRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """`POST /v1/programs`.
 
@@ -59,8 +56,8 @@ class ProgramRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         stream: events as they come.
     """
 
-    graph: msgspec.Raw = NOTHING
-    program: msgspec.Raw = NOTHING
+    graph: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
+    program: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
     bindings: dict[str, Any] | list[dict[str, Any]] | None = None
     options: dict[str, Any] = {}
     finish: bool = True

@@ -1,0 +1,207 @@
+"""The official `openai` client against the server: what it reads is what the engine said."""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+from support.serving import Served, serving
+
+from sgl.runtime.engine import Engine
+
+GREEDY = {"temperature": 0.0, "max_tokens": 8}
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "The weather of a city.",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"enum": ["Oslo", "Rome"]}},
+            "required": ["city"],
+            "additionalProperties": False,
+        },
+    },
+}
+USER = [{"role": "user", "content": "Hi"}]
+
+
+@pytest.fixture(scope="module")
+def served(dummy_engine: Engine) -> Iterator[Served]:
+    with serving(dummy_engine, served_model_name="tiny") as server:
+        yield server
+
+
+@pytest.fixture
+def client(served: Served) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as made:
+        yield made
+
+
+def prompt_of(engine: Engine, *turns: tuple[str, str]) -> str:
+    state = engine.renderer().state()
+    for role, content in turns:
+        state.begin(role)
+        state.add_text(content)
+        state.end()
+    state.begin("assistant")
+    return state.text
+
+
+def chat(client: openai.OpenAI, messages: list[dict[str, Any]] = USER, **more: Any) -> Any:
+    return client.chat.completions.create(model="tiny", messages=messages, **{**GREEDY, **more})  # type: ignore[call-overload]
+
+
+def test_models(client: openai.OpenAI) -> None:
+    assert [model.id for model in client.models.list().data] == ["tiny"]
+    assert client.models.retrieve("tiny").id == "tiny"
+    with pytest.raises(openai.NotFoundError, match="is not served here"):
+        client.chat.completions.create(model="gpt-5", messages=USER)  # type: ignore[arg-type]
+
+
+def test_chat_says_what_the_engine_says(client: openai.OpenAI, dummy_engine: Engine) -> None:
+    messages = [{"role": "system", "content": "S"}, *USER, {"role": "assistant", "content": "A"}, *USER]
+    answer = chat(client, messages)
+    prompt = prompt_of(dummy_engine, ("system", "S"), ("user", "Hi"), ("assistant", "A"), ("user", "Hi"))
+    ids = dummy_engine.renderer().tokenizer.split_template(prompt)
+    expected = dummy_engine.generate(
+        input_ids=dummy_engine.renderer().tokenizer.encode_pieces(ids),
+        sampling_params={"temperature": 0, "max_new_tokens": 8},
+    )
+    assert answer.choices[0].message.content == expected["text"]
+    assert answer.usage.prompt_tokens == expected["meta_info"]["prompt_tokens"]
+    assert answer.usage.completion_tokens == len(expected["output_ids"])
+
+
+def test_a_stream_adds_up_to_the_whole(client: openai.OpenAI) -> None:
+    whole = chat(client, n=2, seed=3, temperature=0.8, logprobs=True, top_logprobs=2)
+    chunks = list(
+        chat(
+            client, n=2, seed=3, temperature=0.8, logprobs=True, top_logprobs=2, stream=True,
+            stream_options={"include_usage": True},
+        )
+    )  # fmt: skip
+    for choice in whole.choices:
+        mine = [each for chunk in chunks for each in chunk.choices if each.index == choice.index]
+        assert "".join(each.delta.content or "" for each in mine) == choice.message.content
+        assert mine[0].delta.role == "assistant"
+        assert [each.finish_reason for each in mine if each.finish_reason] == [choice.finish_reason]
+        tokens = [entry.token for each in mine if each.logprobs for entry in each.logprobs.content]
+        assert tokens == [entry.token for entry in choice.logprobs.content]
+        assert all(len(entry.top_logprobs) == 2 for entry in choice.logprobs.content)
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
+
+
+def test_stops_and_lengths(client: openai.OpenAI) -> None:
+    full = chat(client).choices[0].message.content
+    assert len(full) > 1
+    cut = chat(client, stop=full[1:2])
+    assert cut.choices[0].message.content == full[:1]
+    assert cut.choices[0].finish_reason == "stop"
+    assert chat(client, max_tokens=1, extra_body={"ignore_eos": True}).choices[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize(
+    ("body", "valid"),
+    [
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"enum": [1, 22]}}}},
+         lambda text: json.loads(text) in (1, 22)),
+        ({"response_format": {"type": "json_object"}}, lambda text: isinstance(json.loads(text), dict)),
+        ({"extra_body": {"regex": "[ab]{3}c"}}, lambda text: re.fullmatch("[ab]{3}c", text)),
+        ({"extra_body": {"structured_outputs": {"choice": ["left", "right"]}}}, lambda text: text in ("left", "right")),
+        ({"extra_body": {"structured_outputs": {"json": {"const": "x"}}}}, lambda text: json.loads(text) == "x"),
+        ({"extra_body": {"ebnf": 'root ::= "a" "b"?'}}, lambda text: text in ("a", "ab")),
+    ],
+)  # fmt: skip
+def test_constraints_by_every_name(client: openai.OpenAI, body: dict[str, Any], valid: Any) -> None:
+    answer = chat(client, max_tokens=200, **body).choices[0]
+    assert answer.finish_reason == "stop"
+    assert valid(answer.message.content)
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
+def test_a_tool_call_and_its_result(client: openai.OpenAI, choice: Any) -> None:
+    asked = {"tools": [TOOL], "tool_choice": choice, "parallel_tool_calls": False, "max_tokens": 200}
+    message = chat(client, **asked).choices[0]
+    assert message.finish_reason == "tool_calls"
+    assert message.message.content is None
+    (call,) = message.message.tool_calls
+    assert call.function.name == "weather"
+    assert json.loads(call.function.arguments)["city"] in ("Oslo", "Rome")
+
+    deltas = [chunk.choices[0].delta for chunk in chat(client, stream=True, **asked) if chunk.choices]
+    pieces = [each for delta in deltas for each in delta.tool_calls or ()]
+    assert [piece.function.name for piece in pieces if piece.function.name] == ["weather"]
+    assert "".join(piece.function.arguments or "" for piece in pieces) == call.function.arguments
+
+    said = {"role": "assistant", "content": None, "tool_calls": [call.model_dump()]}
+    result = {"role": "tool", "tool_call_id": call.id, "content": "rain"}
+    assert chat(client, [*USER, said, result], tools=[TOOL], tool_choice="none").choices[0].finish_reason
+
+
+def test_tools_are_told_and_none_keeps_them_from_being_called(client: openai.OpenAI) -> None:
+    without = chat(client).usage.prompt_tokens
+    assert chat(client, tools=[TOOL]).usage.prompt_tokens > without
+    none = chat(client, tools=[TOOL], tool_choice="none")
+    assert none.usage.prompt_tokens == without
+    assert none.choices[0].message.tool_calls is None
+
+
+def test_an_answer_that_goes_on(client: openai.OpenAI) -> None:
+    begun = [*USER, {"role": "assistant", "content": "The answer"}]
+    goes_on = chat(client, begun, extra_body={"continue_final_message": True})
+    new = chat(client, begun)
+    assert goes_on.usage.prompt_tokens < new.usage.prompt_tokens
+
+
+def test_completions_as_evaluation_harnesses_ask(client: openai.OpenAI, dummy_engine: Engine) -> None:
+    answer = client.completions.create(
+        model="tiny", prompt=["ab cd", "xy"], max_tokens=1, logprobs=2, echo=True, temperature=0
+    )
+    for choice, prompt in zip(answer.choices, ("ab cd", "xy"), strict=True):
+        assert choice.text.startswith(prompt)
+        assert choice.logprobs.token_logprobs[0] is None
+        assert "".join(choice.logprobs.tokens[: len(prompt)]) == prompt
+        assert len(choice.logprobs.tokens) == len(prompt) + 1
+        scored = dummy_engine.generate(
+            prompt, {"max_new_tokens": 0}, return_logprob=True, logprob_start_len=0
+        )["meta_info"]["input_token_logprobs"]  # fmt: skip
+        assert choice.logprobs.token_logprobs[1:-1] == pytest.approx([entry[0] for entry in scored[1:]], abs=1e-4)
+
+
+def test_completions_of_ids_in_a_stream(client: openai.OpenAI, dummy_engine: Engine) -> None:
+    whole = dummy_engine.generate(
+        input_ids=[[97, 98], [99]], sampling_params={"temperature": 0, "max_new_tokens": 6, "ignore_eos": True}
+    )
+    texts = {0: "", 1: ""}
+    stream = client.completions.create(
+        model="tiny", prompt=[[97, 98], [99]], max_tokens=6, temperature=0, stream=True, extra_body={"ignore_eos": True}
+    )
+    for chunk in stream:
+        for choice in chunk.choices:
+            texts[choice.index] += choice.text
+    assert [texts[0], texts[1]] == [output["text"] for output in whole]
+
+
+def test_errors_are_the_clients_own(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError) as failure:
+        chat(client, temperature=-1)
+    assert failure.value.param == "temperature"
+    assert failure.value.code == "invalid_parameter"
+    with pytest.raises(openai.BadRequestError) as failure:
+        chat(client, response_format={"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "nope"}}})
+    assert failure.value.body["details"]["pointer"]  # type: ignore[index,call-overload]
+
+
+def test_images_are_refused_by_a_model_without_eyes(client: openai.OpenAI) -> None:
+    url = "data:image/png;base64," + base64.b64encode(b"png").decode()
+    parts = [{"type": "text", "text": "what?"}, {"type": "image_url", "image_url": {"url": url}}]
+    with pytest.raises(openai.APIStatusError) as failure:
+        chat(client, [{"role": "user", "content": parts}])
+    assert failure.value.status_code == 501
