@@ -10,11 +10,9 @@ Raises `BenchError` before anything is measured when the sides differ in dtype, 
 from __future__ import annotations
 
 import os
-import tempfile
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -23,7 +21,7 @@ from sgl.bench.harness import PairPlan, measure_pairs, wait_for_quiet
 from sgl.bench.load import Fault, ProcSampler, Sampler, between, judge, least_busy
 from sgl.bench.pairs import Pair, Result, summarise
 from sgl.bench.peers import Peer, find_peer
-from sgl.bench.peers.convert import convert
+from sgl.bench.peers.convert import converted
 from sgl.bench.peers.messages import Generated, Load, Loaded, Tuned
 from sgl.bench.peers.process import Side
 from sgl.bench.prompts import Prompts
@@ -142,7 +140,7 @@ def compare(
     threads = config.num_threads or cpu_count()
     source = locate(config.model_path, load_format=config.load_format, offline=config.offline)
     with ExitStack() as stack:
-        given = readable(row, source, stack, progress)
+        given = readable(row, source, progress)
         if given is not source:
             fields = {**fields, "model_path": str(given.path), "load_format": "auto"}
         sides = _Sides(fields, row, threads, peer_settings or {}, peer_python, str(given.path))
@@ -172,9 +170,8 @@ def compare(
     )
 
 
-def readable(peer: Peer, source: ModelSource, stack: ExitStack, progress: Progress) -> ModelSource:
-    """What both sides are to load so that the peer can: `source`, or a folder made from its GGUF file, which is removed
-    with `stack`.
+def readable(peer: Peer, source: ModelSource, progress: Progress) -> ModelSource:
+    """What both sides are to load so that the peer can: `source`, or a folder made from its GGUF file.
 
     Raises:
         BenchError: the peer reads another form, and nothing makes that of this one.
@@ -184,10 +181,7 @@ def readable(peer: Peer, source: ModelSource, stack: ExitStack, progress: Progre
     if peer.reads == "folder" and source.path is not None and source.path.is_dir():
         return source
     if peer.reads == "folder" and source.kind == "gguf":
-        progress(f"converting {source.name} to a folder that {peer.name} reads")
-        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="sgl-bench-"))
-        convert(source, folder)
-        return ModelSource(source.name, "safetensors", Path(folder))
+        return ModelSource(source.name, "safetensors", converted(source, progress))
     raise BenchError(f"{peer.name} reads a {peer.reads}; {source.name} is {source.kind}", hint="name another model")
 
 

@@ -8,6 +8,9 @@ Owns the two comparisons and what is run in them; the pairs, the watch over the 
 
 The programs run in the ordinary way in both: all calls of a wave together, on an engine with its cache. Besides, what
 the cache costs when it finds nothing: prompts that share nothing, with the cache and without it.
+
+`compare_engines` is the other command (`--against NAME=VALUE`): the same programs on two engines that differ in some
+options, as kernels of this project and torch's.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ import msgspec
 from sgl.bench.harness import PairPlan, measure_pairs
 from sgl.bench.load import ProcSampler, Sampler, least_busy
 from sgl.bench.pairs import Pair, Result, summarise
+from sgl.bench.peers.engine_adapter import parsed_options
 from sgl.bench.plain import PlainBackend
 from sgl.bench.program import unit_of, waves
 from sgl.bench.provenance import Provenance, provenance, side_variables
@@ -110,20 +114,10 @@ def compare_forms(
             hint="leave it out",
             param="disable_radix_cache",
         )
-    config = config_from_mapping(fields)
-    threads = config.num_threads or (1 if config.model_path == "dummy" else cpu_count())
-    cores = least_busy(os.sched_getaffinity(0), threads)
-    sampler = ProcSampler(cores) if sampler is None else sampler
-    given = {**fields, "num_threads": threads}
-    comparisons: list[FormComparison] = []
-
-    def compare(workload: Workload, baseline: str, programs: _Form, plain: _Form) -> None:
-        progress(f"{workload.name}: programs against {baseline}")
-        comparisons.append(_compare(workload.name, baseline, programs, plain, sampler, plan, progress))
-
+    bench = _Bench(fields, plan, sampler, progress)
+    compare, given, unit = bench.compare, bench.given, bench.unit
     with Engine(**given) as engine, Engine(**given, disable_radix_cache=True) as uncached:
         one_by_one, together = PlainBackend(uncached, in_flight=1), PlainBackend(engine)
-        unit = unit_of(config.model_path)
         for workload in workloads:
             calls = workload.build(seed, scale, unit)
             programs = _Form(engine, engine, calls, _MOST_TOGETHER)
@@ -133,16 +127,78 @@ def compare_forms(
             calls = NO_REUSE.build(seed, scale, unit)
             cached, bare = (_Form(each, each, calls, _MOST_TOGETHER) for each in (engine, uncached))
             compare(NO_REUSE, CACHE_OFF, cached, bare)
-        info = engine.server_info()
-    return WallReport(
-        model=str(info["model"]),
-        scale=scale,
-        seed=seed,
-        engine=given,
-        provenance=provenance(cores, side_variables(threads), ()),
-        comparisons=tuple(comparisons),
-        means=tuple(_mean(baseline, comparisons) for baseline in dict.fromkeys(each.baseline for each in comparisons)),
-    )
+        return bench.report(engine, scale, seed)
+
+
+def compare_engines(
+    workloads: Sequence[Workload],
+    against: Mapping[str, Any],
+    *,
+    scale: float,
+    seed: int,
+    plan: PairPlan,
+    fields: Mapping[str, Any],
+    sampler: Sampler | None = None,
+    progress: Callable[[str], None] = lambda what: None,
+) -> WallReport:
+    """Measure every workload's programs against the same programs on an engine whose options `against` changes.
+
+    Raises:
+        ConfigError: nothing is changed.
+    """
+    if not against:
+        raise ConfigError("both engines would be the same", hint="give --against NAME=VALUE", param="against")
+    bench = _Bench(fields, plan, sampler, progress)
+    other = {**bench.given, **parsed_options(against, "--against")}
+    baseline = "the same programs with " + ", ".join(f"{name}={value}" for name, value in against.items())
+    with Engine(**bench.given) as engine, Engine(**other) as changed:
+        for workload in workloads:
+            calls = workload.build(seed, scale, bench.unit)
+            ours, theirs = (_Form(each, each, calls, _MOST_TOGETHER) for each in (engine, changed))
+            bench.compare(workload, baseline, ours, theirs)
+        return bench.report(engine, scale, seed)
+
+
+class _Bench:
+    """Where and how forms are measured, and what was found so far."""
+
+    def __init__(
+        self,
+        fields: Mapping[str, Any],
+        plan: PairPlan,
+        sampler: Sampler | None,
+        progress: Callable[[str], None],
+    ) -> None:
+        config = config_from_mapping(fields)
+        threads = config.num_threads or (1 if config.model_path == "dummy" else cpu_count())
+        self.given = {**fields, "num_threads": threads}
+        self.unit = unit_of(config.model_path)
+        self._threads = threads
+        self._cores = least_busy(os.sched_getaffinity(0), threads)
+        self._sampler = ProcSampler(self._cores) if sampler is None else sampler
+        self._plan = plan
+        self._progress = progress
+        self._comparisons: list[FormComparison] = []
+
+    def compare(self, workload: Workload, baseline: str, programs: _Form, plain: _Form) -> None:
+        """Measure one workload in two forms."""
+        self._progress(f"{workload.name}: programs against {baseline}")
+        self._comparisons.append(
+            _compare(workload.name, baseline, programs, plain, self._sampler, self._plan, self._progress)
+        )
+
+    def report(self, engine: Engine, scale: float, seed: int) -> WallReport:
+        """All comparisons, with the means."""
+        found = self._comparisons
+        return WallReport(
+            model=str(engine.server_info()["model"]),
+            scale=scale,
+            seed=seed,
+            engine=self.given,
+            provenance=provenance(self._cores, side_variables(self._threads), ()),
+            comparisons=tuple(found),
+            means=tuple(_mean(baseline, found) for baseline in dict.fromkeys(each.baseline for each in found)),
+        )
 
 
 class _Form:

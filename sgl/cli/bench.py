@@ -133,7 +133,7 @@ def latency(
             patience_s=patience,
             rule=CleanRule(max_foreign=max_foreign, max_steal=max_steal),
         ),
-        peer_settings=_settings(peer_setting or []),
+        peer_settings=settings(peer_setting or [], "peer-setting"),
         peer_python=None if peer_python is None else str(peer_python.absolute()),
         mixed=mixed,
         startup=startup,
@@ -181,15 +181,15 @@ def fetched(engine: dict[str, Any], model: str | None) -> dict[str, Any]:
     return engine
 
 
-def _settings(given: list[str]) -> dict[str, str]:
-    """`NAME=VALUE` words as a mapping."""
-    settings = {}
+def settings(given: list[str], flag: str) -> dict[str, str]:
+    """The `NAME=VALUE` words of `--flag` as a mapping."""
+    found = {}
     for word in given:
         name, equals, value = word.partition("=")
         if not equals or not name:
-            raise ConfigError(f"--peer-setting is {word!r}; expected NAME=VALUE", param="peer_setting")
-        settings[name] = value
-    return settings
+            raise ConfigError(f"--{flag} is {word!r}; expected NAME=VALUE", param=flag.replace("-", "_"))
+        found[name] = value
+    return found
 
 
 def output(report: msgspec.Struct, as_json: bool, save: Path | None) -> bool:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from sgl.cli.bench import Save, bench, output
+from sgl.cli.bench import Save, bench, output, settings
 from sgl.cli.console import Json, guarded, say, show_table
 from sgl.cli.options import engine_options
 from sgl.errors import ConfigError
@@ -58,6 +58,14 @@ def program(
     patience: Annotated[
         float, typer.Option(min=0, help="Seconds to wait for a quiet machine before a pair.", rich_help_panel=WALL)
     ] = 10.0,
+    against: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=VALUE",
+            help="Compare with the same programs on an engine with this option, as kernels=torch; may repeat.",
+            rich_help_panel=WALL,
+        ),
+    ] = None,
     engine: dict[str, Any],
 ) -> None:
     """Program workloads. Counters run on the `dummy` model and --wall on the default one, unless a model is given."""
@@ -68,17 +76,24 @@ def program(
     chosen = named(workload or [])
     if wall:
         from sgl.bench.harness import PairPlan
-        from sgl.bench.program_wall import compare_forms
+        from sgl.bench.program_wall import compare_engines, compare_forms
 
         if policy:
             raise ConfigError("--policy belongs to --counters", hint="give --radix-eviction-policy with --wall")
         plan = PairPlan(pairs=pairs, attempts=attempts, seed=seed, patience_s=patience)
-        timed = compare_forms(
-            chosen, scale=scale, seed=seed, plan=plan, fields=engine, no_reuse=not workload, progress=say
-        )
+        if against:
+            timed = compare_engines(
+                chosen, settings(against, "against"), scale=scale, seed=seed, plan=plan, fields=engine, progress=say
+            )
+        else:
+            timed = compare_forms(
+                chosen, scale=scale, seed=seed, plan=plan, fields=engine, no_reuse=not workload, progress=say
+            )
         if output(timed, as_json, save):
             show_wall(timed)
         return
+    if against:
+        raise ConfigError("--against belongs to --wall", hint="give --wall as well")
     from sgl.bench.program import DEFAULT_POLICIES, count
 
     counted = count(

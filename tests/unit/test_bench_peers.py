@@ -7,8 +7,8 @@ import platform
 import subprocess
 import sys
 from collections.abc import Collection, Iterator
-from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -229,12 +229,34 @@ def test_quantized_sides_compare_by_the_form_of_their_weights() -> None:
 def test_a_peer_is_given_a_model_that_it_reads(tmp_path: Path) -> None:
     any_form, file = PEERS["transformers"], ModelSource("m", "gguf", tmp_path / "m.gguf")
     folder, toy = ModelSource("m", "safetensors", tmp_path), ModelSource("dummy", "dummy", None)
-    with ExitStack() as stack:
-        for peer, source in ((any_form, toy), (PEERS["llamacpp"], file), (PEERS["vllm"], folder)):
-            assert readable(peer, source, stack, print) is source
-        for peer, source in ((PEERS["llamacpp"], folder), (PEERS["vllm"], toy)):
-            with pytest.raises(BenchError, match=r"reads a (gguf|folder); .* is (safetensors|dummy)"):
-                readable(peer, source, stack, print)
+    for peer, source in ((any_form, toy), (PEERS["llamacpp"], file), (PEERS["vllm"], folder)):
+        assert readable(peer, source, print) is source
+    for peer, source in ((PEERS["llamacpp"], folder), (PEERS["vllm"], toy)):
+        with pytest.raises(BenchError, match=r"reads a (gguf|folder); .* is (safetensors|dummy)"):
+            readable(peer, source, print)
+
+
+def test_a_folder_is_made_once_for_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A peer keeps what it compiles by the path, so the path must stay."""
+    monkeypatch.setenv("SGL_CACHE", str(tmp_path / "cache"))
+    file = tmp_path / "m.gguf"
+    file.write_bytes(b"no model")
+    said: list[str] = []
+    with pytest.raises(BenchError, match="could not be converted"):
+        readable(PEERS["vllm"], ModelSource("m", "gguf", file), said.append)
+    assert list((tmp_path / "cache" / "peers").iterdir()) == []
+    assert said == ["converting m to a folder, once"]
+
+    def make(command: list[str], **options: object) -> SimpleNamespace:
+        Path(command[-1]).mkdir()
+        return SimpleNamespace(returncode=0)
+
+    monkeypatch.setattr("sgl.bench.peers.convert.subprocess.run", make)
+    first = readable(PEERS["vllm"], ModelSource("m", "gguf", file), said.append)
+    assert readable(PEERS["vllm"], ModelSource("m", "gguf", file), said.append) == first
+    assert first.path is not None
+    assert first.path.is_dir()
+    assert len(said) == 2
 
 
 def test_prompts_differ_and_repeat_by_seed() -> None:

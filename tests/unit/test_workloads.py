@@ -15,7 +15,7 @@ from sgl.bench.harness import PairPlan
 from sgl.bench.load import CleanRule, Snapshot
 from sgl.bench.plain import PlainBackend
 from sgl.bench.program import count, run_calls, waves
-from sgl.bench.program_wall import CACHE_OFF, ONE_BY_ONE, TOGETHER, compare_forms
+from sgl.bench.program_wall import CACHE_OFF, ONE_BY_ONE, TOGETHER, compare_engines, compare_forms
 from sgl.bench.stepped import SteppedEngine
 from sgl.bench.workloads import WORKLOADS, Call, Workload, named
 from sgl.bench.workloads.draw import Draw
@@ -198,6 +198,25 @@ def test_wall_time_of_both_forms() -> None:
         (TOGETHER, 1, 1),
         (CACHE_OFF, 1, 1),
     ]
+
+
+def test_wall_time_of_the_same_programs_on_two_engines() -> None:
+    plan = PairPlan(pairs=1, turn_s=0.0, quiet_s=0.0, rule=CleanRule(min_window_s=0.0))
+    fields = {"model_path": "dummy", "max_total_tokens": 4096}
+
+    def compare(against: dict[str, str]) -> Any:
+        return compare_engines(
+            named(["react"]), against, scale=TINY, seed=0, plan=plan, fields=fields, sampler=QuietMachine()
+        )
+
+    report = compare({"kernels": "torch", "disable_radix_cache": "true"})
+    (row,) = report.comparisons
+    assert row.baseline == "the same programs with kernels=torch, disable_radix_cache=true"
+    assert row.plain.prefill_tokens > row.programs.prefill_tokens, "the other engine has no cache"
+    assert row.plain.decode_tokens == row.programs.decode_tokens
+    assert [(mean.baseline, mean.measured) for mean in report.means] == [(row.baseline, 1)]
+    with pytest.raises(ConfigError, match="unknown|kernel_"):
+        compare({"kernel_": "torch"})
 
 
 def test_command_line() -> None:

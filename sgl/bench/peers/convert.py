@@ -1,34 +1,58 @@
 """A GGUF model as a Hugging Face folder, for peers that read nothing else: the expanded weights, rounded to bfloat16.
 
 Called by `sgl.bench.comparison`, which gives the folder to both sides and compares the weights that they load. Written
-are `config.json`, `model.safetensors` and what the tokenizer needs; the caller owns the folder. The weights are made in
-a process of its own, since torch has no place in the harness.
+are `config.json`, `model.safetensors` and what the tokenizer needs. The weights are made in a process of its own, since
+torch has no place in the harness.
+
+The folder stays in the cache, named by what it was made from: a peer that compiles for a model (vLLM, minutes) finds
+what it compiled by the model's path, and finds nothing for a path that is new each time.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import subprocess
 import sys
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from sgl.bench.peers.weights import file_digest
 from sgl.errors import BenchError
+from sgl.runtime.loading.cache import cache_folder
 from sgl.runtime.loading.sources import ModelSource, locate
 
 DTYPE = "bfloat16"
 
 
-def convert(source: ModelSource, folder: str) -> None:
-    """Fill `folder` with the model of the GGUF file at `source`.
+def converted(source: ModelSource, progress: Callable[[str], None] = lambda what: None) -> Path:
+    """The folder of the GGUF file at `source`; made now if it is not there.
 
     Raises:
-        BenchError: it cannot be read or written.
+        BenchError: the file cannot be read, or the folder not be written.
     """
-    command = [sys.executable, "-P", "-m", "sgl.bench.peers.convert", str(source.path), folder]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise BenchError(f"{source.name} could not be converted: {done.stderr.strip().splitlines()[-1:]}")
+    if source.path is None:
+        raise BenchError(f"{source.name} is no file", hint="name a GGUF file")
+    made_from = file_digest(source.path) + file_digest(__file__)
+    folder = cache_folder() / "peers" / f"{source.path.stem}-{hashlib.sha256(made_from.encode()).hexdigest()[:16]}"
+    if folder.is_dir():
+        return folder
+    progress(f"converting {source.name} to a folder, once")
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
+            command = [sys.executable, "-P", "-m", "sgl.bench.peers.convert", str(source.path), f"{temporary}/whole"]
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            if done.returncode:
+                raise BenchError(f"{source.name} could not be converted: {done.stderr.strip().splitlines()[-1:]}")
+            (Path(temporary) / "whole").rename(folder)
+    except OSError as error:
+        raise BenchError(
+            f"{source.name} could not be converted in {folder.parent}: {error}", hint="SGL_CACHE names another folder"
+        ) from None
+    return folder
 
 
 def config_of(config: Any) -> dict[str, Any]:
@@ -49,7 +73,7 @@ def config_of(config: Any) -> dict[str, Any]:
 
 
 def main(path: str, folder: str) -> None:
-    """Convert the file at `path`, in this process."""
+    """Convert the file at `path` to the new folder `folder`, in this process."""
     from safetensors.torch import save_file
 
     from sgl.runtime.loading.checkpoint import open_checkpoint
@@ -57,6 +81,7 @@ def main(path: str, folder: str) -> None:
     checkpoint = open_checkpoint(locate(path, offline=True))
     model = checkpoint.build_model(DTYPE, "cpu")
     target = Path(folder)
+    target.mkdir()
     save_file(
         {name: parameter.detach().contiguous() for name, parameter in model.named_parameters()},
         target / "model.safetensors",

@@ -29,7 +29,7 @@ class EngineAdapter(Adapter):
         self._load = load
         self._engine = Engine(
             **{
-                **_options(load.settings),
+                **parsed_options(load.settings, "--peer-setting"),
                 "model_path": load.model_path,
                 "load_format": load.load_format,
                 "dtype": load.dtype,
@@ -84,12 +84,14 @@ class EngineAdapter(Adapter):
         self._engine.shutdown()
 
 
-def _options(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Engine options from settings, text read by the type of its field; unknown ones are the engine's to refuse."""
+def parsed_options(settings: Mapping[str, Any], flag: str) -> dict[str, Any]:
+    """Engine options from settings, text read by the type of its field; unknown ones are the engine's to refuse.
+
+    Args:
+        flag: of the command that they were given with, for its errors.
+    """
     kinds = get_type_hints(EngineConfig, include_extras=True)
     return {
-        name: parse_option(value, kinds[name], f"--peer-setting {name}")
-        if isinstance(value, str) and name in kinds
-        else value
+        name: parse_option(value, kinds[name], f"{flag} {name}") if isinstance(value, str) and name in kinds else value
         for name, value in settings.items()
     }
