@@ -19,7 +19,7 @@ namespace sgl {
 
 constexpr int64_t KEYS = 64, SPLIT = 512, QUERIES = 16;
 constexpr int TOGETHER = MANY_REGISTERS ? 4 : 2;  // queries that look at a block of keys together
-constexpr int64_t AHEAD = 12;  // positions that are fetched before they are read
+constexpr int64_t AHEAD = 6;  // positions that are fetched before they are read
 constexpr int64_t FEW = 64;  // heads whose splits one member joins faster than a barrier lets several do it
 
 // One sequence's part of a step: `length` tokens at positions from `start`. Python has the same struct (attention.py).
@@ -110,18 +110,23 @@ class Attention {
     template <class Then>
     void run(Team& team, const float* query, const void* keys, const void* values, float* partial, float* scratch,
              float* out, Then&& then) const {
+        // Heads of a position lie together: one member takes them all, unless there is too little to share out.
+        int64_t count = int64_t(tasks_.size()), span = count >= 2 * team.size() ? heads_.kv : 1;
         auto task_of = [&](int64_t index) {
-            const Task& task = tasks_[size_t(index / heads_.kv)];
-            int64_t head = index % heads_.kv;
-            if (heads_.bfloat16) {
-                compute(task, head, query, static_cast<const uint16_t*>(keys), static_cast<const uint16_t*>(values),
-                        partial, scratch, out);
-            } else {
-                compute(task, head, query, static_cast<const float*>(keys), static_cast<const float*>(values), partial,
-                        scratch, out);
+            const Task& task = tasks_[size_t(index * span / heads_.kv)];
+            int64_t first = index * span % heads_.kv;
+            for (int64_t head = first; head < first + span; head++) {
+                int64_t reach = head == first ? span * heads_.dim : 0;
+                if (heads_.bfloat16) {
+                    compute(task, head, reach, query, static_cast<const uint16_t*>(keys),
+                            static_cast<const uint16_t*>(values), partial, scratch, out);
+                } else {
+                    compute(task, head, reach, query, static_cast<const float*>(keys), static_cast<const float*>(values),
+                            partial, scratch, out);
+                }
             }
         };
-        int64_t tasks = int64_t(tasks_.size()) * heads_.kv, joined = int64_t(alone_.size()) * heads_.query;
+        int64_t tasks = count * heads_.kv / span, joined = int64_t(alone_.size()) * heads_.query;
         auto join = [&](int64_t index) {
             join_splits(alone_[size_t(index / heads_.query)], index % heads_.query, partial, out);
         };
@@ -184,9 +189,10 @@ class Attention {
         for (int64_t d = 0; d < heads_.dim; d++) out[d] = seen.mixed[d] * inverse;
     }
 
+    // `reach` numbers from the head's are fetched of each position, ahead of reading it: this head and those after it.
     template <class T>
-    SGL_OUTLINE void compute(const Task& task, int64_t head, const float* query, const T* keys, const T* values, float* partial,
-                 float* scratch, float* out) const {
+    SGL_OUTLINE void compute(const Task& task, int64_t head, int64_t reach, const float* query, const T* keys,
+                             const T* values, float* partial, float* scratch, float* out) const {
         int64_t group = heads_.group(), count = task.rows * group;
         float* queries = scratch + KEYS * (2 * wide_ + TOGETHER);
         float* states = queries + count * wide_;
@@ -197,7 +203,7 @@ class Attention {
             std::memcpy(queries + i * wide_, query + query_at(i), size_t(heads_.dim) * 4);
         }
         if (task.split >= 0) {
-            look_through(task, head, task.split, keys, values, scratch, queries, [&](int64_t i) {
+            look_through(task, head, reach, task.split, keys, values, scratch, queries, [&](int64_t i) {
                 return partial_state(partial, task.row + i / group, task.split, head * group + i % group);
             });
             return;
@@ -205,7 +211,7 @@ class Attention {
         auto total = [&](int64_t i) { return own_state(count + i); };
         for (int64_t i = 0; i < count; i++) total(i).clear();
         for (int64_t s = 0; s * SPLIT < task.limit(task.rows - 1); s++) {
-            look_through(task, head, s, keys, values, scratch, queries, own_state);
+            look_through(task, head, reach, s, keys, values, scratch, queries, own_state);
             for (int64_t i = 0; i < count; i++) {
                 if (task.limit(i / group) > s * SPLIT) merge(total(i), own_state(i));
             }
@@ -215,8 +221,8 @@ class Attention {
 
     // One split of the keys, block by block, for all queries of a task. `state_of(i)` is where the i-th keeps its state.
     template <class T, class StateOf>
-    void look_through(const Task& task, int64_t head, int64_t split, const T* keys, const T* values, float* scratch,
-                      const float* queries, StateOf state_of) const {
+    void look_through(const Task& task, int64_t head, int64_t reach, int64_t split, const T* keys, const T* values,
+                      float* scratch, const float* queries, StateOf state_of) const {
         int64_t group = heads_.group(), count = task.rows * group;
         float *key_block = scratch, *value_block = key_block + KEYS * wide_, *scores = value_block + KEYS * wide_;
         int64_t end = 0;
@@ -225,8 +231,7 @@ class Attention {
         for (int64_t i = 0; i < count; i++) state_of(i).clear();
         for (int64_t begin = split * SPLIT; begin < end; begin += KEYS) {
             int64_t there = std::min(KEYS, end - begin);
-            gather(keys, task, head, begin, there, key_block);
-            gather(values, task, head, begin, there, value_block);
+            gather(keys, values, task, head, begin, there, end, reach, key_block, value_block);
             auto visible = [&](int64_t i) { return std::min(there, task.limit(i / group) - begin); };
             for (int64_t i = 0; i < count;) {
                 int64_t keys_seen = visible(i), same = 1;
@@ -254,22 +259,37 @@ class Attention {
     static float number(float x) { return x; }
     static float number(uint16_t x) { return bf16_to_float(x); }
 
-    // One head of `count` positions from `begin` as rows of wide_ floats; rows up to a multiple of LANES are filled.
+    // One head of `count` positions from `begin`, keys and values, as rows of wide_ floats; rows up to a multiple of
+    // LANES are filled. Positions lie apart, where the processor does not guess them: those ahead, before `end`, are
+    // fetched, `reach` numbers of each.
     template <class T>
-    SGL_OUTLINE void gather(const T* pool, const Task& task, int64_t head, int64_t begin, int64_t count, float* to) const {
-        int64_t stride = int64_t(heads_.kv) * heads_.dim, whole = heads_.dim / LANES * LANES;
-        auto at = [&](int64_t i) { return pool + heads_.slot(task.pages, begin + i) * stride + head * heads_.dim; };
-        for (int64_t i = 0; i < count; i++, to += wide_) {
-            const T* from = at(i);
-            // Positions lie apart, where the processor does not guess them.
-            const T* later = at(std::min(i + AHEAD, count - 1));
-            for (int64_t d = 0; d < heads_.dim; d += 64 / int64_t(sizeof(T))) __builtin_prefetch(later + d);
-            int64_t d = 0;
-            for (; d < whole; d += LANES) store(to + d, load_number(from + d));
-            for (; d < heads_.dim; d++) to[d] = number(from[d]);
-            for (; d < wide_; d++) to[d] = 0;
+    SGL_OUTLINE void gather(const T* keys, const T* values, const Task& task, int64_t head, int64_t begin, int64_t count,
+                            int64_t end, int64_t reach, float* key_rows, float* value_rows) const {
+        int64_t stride = int64_t(heads_.kv) * heads_.dim;
+        auto at = [&](int64_t position) { return heads_.slot(task.pages, position) * stride + head * heads_.dim; };
+        for (int64_t i = 0; i < count; i++, key_rows += wide_, value_rows += wide_) {
+            if (reach) {
+                int64_t later = at(std::min(begin + i + AHEAD, end - 1));
+                for (int64_t d = 0; d < reach; d += 64 / int64_t(sizeof(T))) {
+                    __builtin_prefetch(keys + later + d), __builtin_prefetch(values + later + d);
+                }
+            }
+            int64_t from = at(begin + i);
+            widen(keys + from, key_rows);
+            widen(values + from, value_rows);
         }
-        for (int64_t i = count; i % LANES; i++, to += wide_) std::fill(to, to + wide_, 0.0f);
+        for (int64_t i = count; i % LANES; i++, key_rows += wide_, value_rows += wide_) {
+            std::fill(key_rows, key_rows + wide_, 0.0f);
+            std::fill(value_rows, value_rows + wide_, 0.0f);
+        }
+    }
+
+    template <class T>
+    void widen(const T* from, float* to) const {
+        int64_t d = 0;
+        for (; d + LANES <= heads_.dim; d += LANES) store(to + d, load_number(from + d));
+        for (; d < heads_.dim; d++) to[d] = number(from[d]);
+        for (; d < wide_; d++) to[d] = 0;
     }
 
     // Scores of Q queries against the first `count` keys of a block, KEYS apart; -infinity up to a multiple of LANES.
