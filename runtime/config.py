@@ -292,7 +292,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
         weights_kind: form of the checkpoint (`gguf`, `safetensors`, `dummy`).
         packed_bytes: size of a GGUF file's weights as the native kernels keep them.
         native, native_obstacle: what the native kernels are or would be built with; why they cannot be.
-        prepacked_obstacle: why oneDNN does not keep bfloat16 weights in its own order where torch computes.
+        prepacked_obstacles: by dtype, why oneDNN does not keep weights in its own order where torch computes.
         triton: version of the Triton that is installed, if one is.
     """
 
@@ -320,7 +320,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     packed_bytes: int = 0
     native: str = ""
     native_obstacle: str = "nobody looked whether the native kernels can be built"
-    prepacked_obstacle: str = "nobody looked whether oneDNN can"
+    prepacked_obstacles: dict[str, str] = {}
     triton: str = ""
 
 

@@ -114,10 +114,10 @@ def _kernels(
 
 def _packing(config: EngineConfig, facts: Facts, dtype: Dtype) -> str:
     """In what order torch finds its weights on a CPU."""
-    if dtype != "bfloat16" or config.enable_deterministic_inference:
+    if config.enable_deterministic_inference:
         return ""
-    if facts.prepacked_obstacle:
-        return f"; weights are not prepacked: {facts.prepacked_obstacle}"
+    if obstacle := facts.prepacked_obstacles.get(dtype, ""):
+        return f"; weights are not prepacked: {obstacle}"
     return "; oneDNN keeps the weights in its own order"
 
 

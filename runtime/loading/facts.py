@@ -11,12 +11,14 @@ import os
 from collections.abc import Callable, Sequence
 from importlib import metadata
 from pathlib import Path
+from typing import get_args
 
 from sgl.kernels.native import library
 from sgl.runtime.config import Facts
 from sgl.runtime.loading.cache import cache_folder
 from sgl.runtime.memory_plan import MemoryLimit, MiB
 from sgl.runtime.models.registry import ModelConfig
+from sgl.runtime.numerics import Dtype
 
 _ROOT = Path("/")
 _RESOURCE_LIMITS = {
@@ -65,7 +67,7 @@ def gather_facts(
         packed_bytes=packed_bytes,
         native=native,
         native_obstacle=native_obstacle,
-        prepacked_obstacle=prepacked.obstacle("bfloat16") or "",
+        prepacked_obstacles={dtype: why for dtype in get_args(Dtype) if (why := prepacked.obstacle(dtype))},
         triton=_version("triton"),
     )
 

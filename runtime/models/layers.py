@@ -139,8 +139,8 @@ def compute_alike(model: nn.Module) -> None:
 
 
 def prepack(model: nn.Module) -> None:
-    """Have oneDNN keep the weights of a model's products in its own order. Tables stay as they are: their rows are read,
-    and a head that is one stays plain."""
+    """Have oneDNN keep the weights of a model's products in its own order. A table stays as it is, because its rows are
+    read; so does a head that is one."""
     for module in model.modules():
         if isinstance(module, Linear) and module.packed is None:
             module.weight = nn.Parameter(prepacked.pack(module.weight), requires_grad=False)

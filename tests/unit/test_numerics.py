@@ -11,7 +11,7 @@ import pytest
 
 from sgl.errors import ConfigError
 from sgl.runtime.config import EngineConfig, Facts, resolve
-from sgl.runtime.numerics import decide_numerics
+from sgl.runtime.numerics import Dtype, decide_numerics
 from sgl.runtime.worker import _resolve_and_load_kernels
 
 FACTS = Facts(
@@ -70,6 +70,19 @@ def test_the_path_follows_from_wish_and_facts(
     explained = {reason.field for reason in resolved.reasons}
     assert explained.isdisjoint(wish)
     assert {"dtype", "quantization", "kernels"} <= explained | set(wish)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "message"),
+    [
+        ("float32", "there is no compiler; oneDNN keeps the weights in its own order"),
+        ("bfloat16", "there is no compiler; weights are not prepacked: it does not"),
+    ],
+)
+def test_without_a_compiler_it_is_said_what_torch_does_with_the_weights(dtype: Dtype, message: str) -> None:
+    found = facts(native_obstacle="there is no compiler", prepacked_obstacles={"bfloat16": "it does not"})
+    resolved = resolve(EngineConfig(dtype=dtype), found)
+    assert [reason.why for reason in resolved.reasons if reason.field == "kernels"] == [message]
 
 
 @pytest.mark.parametrize(

@@ -215,7 +215,7 @@ def test_wall_time_of_the_same_programs_on_two_engines() -> None:
     assert row.plain.prefill_tokens > row.programs.prefill_tokens, "the other engine has no cache"
     assert row.plain.decode_tokens == row.programs.decode_tokens
     assert [(mean.baseline, mean.measured) for mean in report.means] == [(row.baseline, 1)]
-    with pytest.raises(ConfigError, match="unknown|kernel_"):
+    with pytest.raises(ConfigError, match="kernel_"):
         compare({"kernel_": "torch"})
 
 

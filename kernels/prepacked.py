@@ -1,0 +1,44 @@
+"""Products of weights that oneDNN keeps in its own order: what torch's CPU path has where nothing can be compiled.
+
+Called by the model runner, once, after loading. Plain weights are put in order anew for each product; put in order once,
+they are multiplied as they are. README.md has figures.
+
+A packed weight is a tensor that only `linear` understands. Sums differ from a plain product's in their last bits.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+def obstacle(dtype: torch.dtype | str, device: str = "cpu") -> str | None:
+    """Why weights of `dtype` are not packed here; `None` when they are."""
+    if device != "cpu":
+        return "oneDNN computes on the CPU"
+    name = str(dtype).removeprefix("torch.")
+    if name not in ("float32", "bfloat16"):
+        return f"weights of {name} stay as they are"
+    if not torch.backends.mkldnn.is_available() or not _has_ops():
+        return "this build of torch has no oneDNN that packs"
+    if name == "bfloat16" and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return "oneDNN does not multiply bfloat16 on this processor"
+    return None
+
+
+def pack(weight: torch.Tensor) -> torch.Tensor:
+    """A matrix `[out, in]` in oneDNN's order."""
+    packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), None)
+    return packed
+
+
+def linear(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """`x @ weight.T + bias` of the weight that was packed; `x` is `[rows, in]` of its dtype."""
+    out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
+    return out
+
+
+def _has_ops() -> bool:
+    ops: Any = torch.ops.mkldnn
+    return all(
+        hasattr(ops, each) for each in ("_reorder_linear_weight", "_linear_pointwise", "_is_mkldnn_bf16_supported")
+    )
