@@ -225,6 +225,15 @@ class Paging:
         node = self._locate(sequence)
         return node, node.end
 
+    def num_cached_behind(self, sequence: Sequence, tails: Iterable[tuple[int, ...]]) -> list[int]:
+        """How many tokens of each of `tails` are cached behind those of `sequence`; nothing moves, or is used."""
+        node = self._locate(sequence)
+        rest = sequence.token_ids[node.end :]
+        if len(rest) > self.page_size:
+            return [0 for _ in tails]
+        ends = (self.tree.match(node, np.array([*rest, *tail], dtype=np.int32))[0].end for tail in tails)
+        return [max(0, end - len(sequence)) for end in ends]
+
     # --- giving back ---
 
     def truncate(self, sequence: Sequence, length: int) -> None:

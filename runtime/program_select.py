@@ -76,10 +76,11 @@ class OptionScoring:
         return self.node.all_scores or self.node.method == "unconditional_likelihood_normalized"
 
     def _ask_chains(self, chains: Iterable[ScorePath]) -> None:
-        last = self._base_len - 1
-        for chain in chains:
-            scores = {last + k: ids for k, ids in chain.wanted.items()}
-            self._ask([*self._base.token_ids[: self._base_len], *chain.tokens], scores, shared_len=self._base_len)
+        chains, last = list(chains), self._base_len - 1
+        cached = self._scheduler.num_cached_behind(self._base, [chain.tokens for chain in chains])
+        for part in (part for chain, known in zip(chains, cached, strict=True) for part in chain.behind(known)):
+            scores = {last + k: ids for k, ids in part.wanted.items()}
+            self._ask([*self._base.token_ids[: self._base_len], *part.tokens], scores, shared_len=self._base_len)
 
     def _ask(
         self, ids: Iterable[int], scores: dict[int, Path], *, shared_len: int = 0, option: int | None = None

@@ -120,6 +120,10 @@ class Scheduler:
         """The sequence is used no more; what it computed becomes cache."""
         self.paging.release(sequence)
 
+    def num_cached_behind(self, sequence: Sequence, tails: Iterable[tuple[int, ...]]) -> list[int]:
+        """How many tokens of each of `tails` are cached behind those of `sequence`."""
+        return self.paging.num_cached_behind(sequence, tails)
+
     def drop_namespace(self, namespace: CacheKey) -> None:
         """Free what a private namespace cached."""
         self.paging.drop(namespace)

@@ -34,6 +34,22 @@ class ScorePath(msgspec.Struct, frozen=True):
     tokens: Path
     wanted: dict[int, Path]
 
+    def behind(self, num_cached: int) -> list[ScorePath]:
+        """The same work where the first `num_cached` tokens are cached already.
+
+        These are computed all the same, for their scores, but nobody else needs what that writes: a chain of their own.
+        What hangs below them is computed behind the cached ones, where other options find it in turn.
+
+        Example:
+            >>> [part.tokens for part in ScorePath((1, 2, 3), {1: (2,), 2: (3, 4), 3: (5,)}).behind(2)]
+            [(1, 2), (1, 2, 3)]
+        """
+        again = {k: ids for k, ids in self.wanted.items() if k <= num_cached}
+        below = {k: ids for k, ids in self.wanted.items() if k > num_cached}
+        if not again or not below:
+            return [self]
+        return [ScorePath(self.tokens[:num_cached], again), ScorePath(self.tokens, below)]
+
 
 class Selection:
     """One select over encoded options.

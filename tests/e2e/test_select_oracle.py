@@ -101,7 +101,7 @@ def test_scores_are_those_of_the_full_strings(
     scorer = Scorer(tokenizer, prefix)
     for count in counts:
         choices = options(count)
-        exact_smollm2.flush_cache(wait_s=10.0)  # nodes that an earlier select computed would be computed again
+        exact_smollm2.flush_cache(wait_s=10.0)  # each number of options is counted alone
         before = exact_smollm2.stats()
         state = pick.run(prefix=prefix, choices=choices, all_scores=True, backend=exact_smollm2)
         after = exact_smollm2.stats()

@@ -88,6 +88,21 @@ def select(rig: Rig, program: int, choices: tuple[str, ...], **fields: object) -
     return event
 
 
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_what_earlier_selects_left_is_no_reason_to_compute_anything_twice(page_size: int) -> None:
+    """Cached nodes are computed for their scores, as often as once; what hangs below them once, whoever needs it."""
+    rig = Rig(num_pages=4096 // page_size, page_size=page_size, chunked_prefill_size=1024)
+    for seed in range(20):
+        choices = tuple("".join(chr(97 + token % 20) for token in path) for path in random_options(random.Random(seed)))
+        choices = tuple(dict.fromkeys(choices))
+        event = select(rig, seed, choices)
+        nodes = {choice[:k] for choice in choices for k in range(1, len(choice))}
+        scored = event.usage.scored_tokens
+        assert scored == len(nodes) if page_size == 1 else scored >= len(nodes)
+        fresh = select(Rig(num_pages=4096, chunked_prefill_size=1024), 1, choices)
+        assert [score.logprobs for score in event.choices] == [score.logprobs for score in fresh.choices]
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_five_hundred_options_in_the_engine(method: ChoicesMethod) -> None:
     pick = random.Random(5)
