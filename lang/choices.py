@@ -6,10 +6,18 @@ Owns names only; backends compute. A method that is not one of these three is `I
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import cast, get_args
+from typing import Any, cast, get_args
 
 from sgl.errors import InvalidParameter
 from sgl.lang.graph import ChoicesMethod
+
+
+@dataclass(frozen=True, slots=True)
+class ChoicesDecision:
+    """What a backend of one's own (`sgl.BaseBackend`) takes: the option, and what it knows of all of them."""
+
+    decision: str
+    meta_info: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -123,6 +123,12 @@ def default_backend() -> Backend:
         return _automatic
 
 
+def chosen_backend() -> Backend | None:
+    """What `set_default_backend` was given, or `None`."""
+    with _lock:
+        return _chosen
+
+
 def sampling_defaults(backend: Backend) -> Sampling:
     """What holds for sampling on `backend` where nothing else is said: its model's recommendation over the constants.
 

@@ -260,6 +260,13 @@ def gen(
     names = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}
     sampling = sampling_fields(given, names)
     if choices is not None:
+        for param, value in given.items():
+            spelt = names.get(param, param)
+            if value is not None and spelt not in ("temperature", "seed", "n"):
+                raise InvalidParameter(
+                    f"choices and {spelt} are both given; an option is taken by its score, so {spelt} must go",
+                    param=spelt,
+                )
         greedy = 0.0 if temperature is None else temperature
         return select(name, choices, greedy, choices_method, seed=seed, list_append=list_append)
     return GenExpr(name, sampling, constraint, form, check_list_append(name, list_append), toolbox=toolbox)

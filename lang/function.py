@@ -12,6 +12,7 @@ import contextvars
 import difflib
 import functools
 import inspect
+import sys
 import threading
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -191,6 +192,7 @@ class SglFunction(Inspectable, Generic[P, R]):
         self._run_here(program, state, arguments)
         if not stream:
             self._finish(program)
+            _print_when_asked(state)
         return outer_state(state)
 
     def stream(self, *args: Any, **kwargs: Any) -> ProgramState[R]:
@@ -457,6 +459,13 @@ def _body_of(program: Program) -> Iterator[None]:
         raise
     finally:
         current_backend.reset(token)
+
+
+def _print_when_asked(state: ProgramState[Any]) -> None:
+    """What `global_config.verbosity` asks for, where somebody has set it."""
+    compat = sys.modules.get("sgl.lang.compat")
+    if compat is not None and compat.global_config.verbosity >= 2:
+        sys.stdout.write(state.text() + "\n")
 
 
 def _run_coroutine(body: Coroutine[Any, Any, None], name: str) -> None:

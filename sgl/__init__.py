@@ -17,11 +17,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from sgl import errors
     from sgl.lang.api.anthropic import Anthropic
-    from sgl.lang.api.litellm import LiteLLM
-    from sgl.lang.api.openai import OpenAI
+    from sgl.lang.api.litellm import LiteLLM, VertexAI
+    from sgl.lang.api.openai import Crusoe, OpenAI
     from sgl.lang.api.remote import RemoteEngine
     from sgl.lang.async_state import AsyncProgramState
     from sgl.lang.backend import Backend
+    from sgl.lang.base_backend import BaseBackend
     from sgl.lang.batch import Batch
     from sgl.lang.choices import (
         ChoicesSamplingMethod,
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
         token_length_normalized,
         unconditional_likelihood_normalized,
     )
+    from sgl.lang.compat import Runtime, RuntimeEndpoint, global_config
     from sgl.lang.compile import CompiledProgram
     from sgl.lang.decorator import function
     from sgl.lang.defaults import default_backend, flush_cache, get_server_info, set_default_backend
@@ -56,6 +58,7 @@ if TYPE_CHECKING:
         video,
     )
     from sgl.runtime.config import EngineConfig
+    from sgl.runtime.config import EngineConfig as ServerArgs
     from sgl.runtime.engine import Engine
 
 __version__ = "0.1.0"
@@ -64,8 +67,8 @@ logging.getLogger("sgl").addHandler(logging.NullHandler())  # silent until the u
 
 _HOME = {
     "sgl.lang.api.anthropic": ("Anthropic",),
-    "sgl.lang.api.litellm": ("LiteLLM",),
-    "sgl.lang.api.openai": ("OpenAI",),
+    "sgl.lang.api.litellm": ("LiteLLM", "VertexAI"),
+    "sgl.lang.api.openai": ("Crusoe", "OpenAI"),
     "sgl.lang.api.remote": ("RemoteEngine",),
     "sgl.lang.choices": (
         "ChoicesSamplingMethod",
@@ -78,6 +81,8 @@ _HOME = {
     "sgl.lang.batch": ("Batch",),
     "sgl.lang.expressions": ("gen", "gen_int", "gen_string", "select", "separate_reasoning"),
     "sgl.lang.fork": ("ProgramStateGroup",),
+    "sgl.lang.base_backend": ("BaseBackend",),
+    "sgl.lang.compat": ("Runtime", "RuntimeEndpoint", "global_config"),
     "sgl.lang.compile": ("CompiledProgram",),
     "sgl.lang.decorator": ("function",),
     "sgl.lang.function": ("SglFunction",),
@@ -106,13 +111,18 @@ _HOME = {
 """Where each public name lives."""
 
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
+_CALLED = {"ServerArgs": "EngineConfig"}
+"""Names of SGLang's for what has another one here."""
+_MODULE_OF["ServerArgs"] = "sgl.runtime.config"
 
 __all__ = [
     "Anthropic",
     "AsyncProgramState",
+    "BaseBackend",
     "Batch",
     "ChoicesSamplingMethod",
     "CompiledProgram",
+    "Crusoe",
     "Engine",
     "EngineConfig",
     "LiteLLM",
@@ -123,9 +133,13 @@ __all__ = [
     "Recorder",
     "RemoteEngine",
     "Replay",
+    "Runtime",
+    "RuntimeEndpoint",
+    "ServerArgs",
     "SglFunction",
     "StreamEvent",
     "Template",
+    "VertexAI",
     "__version__",
     "assistant",
     "assistant_begin",
@@ -138,6 +152,7 @@ __all__ = [
     "gen_int",
     "gen_string",
     "get_server_info",
+    "global_config",
     "greedy_token_selection",
     "image",
     "select",
@@ -221,7 +236,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'sgl' has no attribute {name!r}")
     if module.startswith("sgl.lang."):
         _register_engine()
-    value = getattr(importlib.import_module(module), name)
+    value = getattr(importlib.import_module(module), _CALLED.get(name, name))
     globals()[name] = value
     return value
 

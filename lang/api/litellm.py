@@ -6,15 +6,16 @@ the extra `litellm`; what a provider can do is up to the caller to declare where
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
 from sgl.errors import ConfigError
 from sgl.lang.api.capabilities import Capabilities
-from sgl.lang.api.messages import STYLES
 from sgl.lang.api.openai import OpenAIClient
 from sgl.lang.api.session import ApiBackend
+from sgl.lang.chat_template import ChatTemplate, chosen_template
 
 CAPABILITIES = Capabilities(tools=True, images=True, seed=True)
 
@@ -27,7 +28,7 @@ class LiteLLM(ApiBackend):
         chat_template: taken for compatibility; LiteLLM's endpoints take turns.
         capabilities: what the provider's model can do besides (see `sgl.lang.api.capabilities.Capabilities`):
             `{"json_schema": True}`, `{"top_logprobs": 20}`.
-        api_key, ...: handed on with each request.
+        api_key, ..., kwargs: handed on with each request.
 
     Raises:
         ConfigError: the package is not installed.
@@ -44,7 +45,7 @@ class LiteLLM(ApiBackend):
     def __init__(
         self,
         model_name: str,
-        chat_template: str | None = None,
+        chat_template: str | ChatTemplate | None = None,
         api_key: str | None = None,
         organization: str | None = None,
         base_url: str | None = None,
@@ -53,11 +54,9 @@ class LiteLLM(ApiBackend):
         default_headers: Mapping[str, str] | None = None,
         *,
         capabilities: Mapping[str, object] | None = None,
+        **kwargs: Any,
     ) -> None:
-        if chat_template is not None and chat_template not in STYLES:
-            raise ConfigError(
-                f"chat_template is {chat_template!r}; expected one of {', '.join(STYLES)}", param="chat_template"
-            )
+        style = chosen_template(chat_template)
         try:
             import litellm
         except ImportError:
@@ -70,7 +69,7 @@ class LiteLLM(ApiBackend):
             "num_retries": max_retries,
             "extra_headers": dict(default_headers) if default_headers else None,
         }
-        fixed = {name: value for name, value in given.items() if value is not None}
+        fixed = {**kwargs, **{name: value for name, value in given.items() if value is not None}}
 
         def create(**fields: Any) -> Any:
             return litellm.completion(**fixed, **fields)
@@ -79,4 +78,31 @@ class LiteLLM(ApiBackend):
         client = SimpleNamespace(chat=SimpleNamespace(completions=SimpleNamespace(create=create)), close=lambda: None)
         errors = SimpleNamespace(OpenAIError=Exception)  # LiteLLM's have no base of their own
         able = CAPABILITIES.changed(capabilities)
-        super().__init__(OpenAIClient(errors, client, model_name, able), f"LiteLLM {model_name}", chat_template)
+        super().__init__(OpenAIClient(errors, client, model_name, able), f"LiteLLM {model_name}", style)
+
+
+class VertexAI(LiteLLM):
+    """A backend over Google's Vertex AI, by LiteLLM.
+
+    Args:
+        model_name: as Vertex knows it. The project is the environment's `GCP_PROJECT_ID`, the place its `GCP_LOCATION`.
+        safety_settings: handed on with each request.
+
+    Raises:
+        ConfigError: `GCP_PROJECT_ID` is not set, or the package is not installed.
+
+    Example:
+        >>> import sgl
+        >>> sgl.VertexAI.__mro__[1].__name__
+        'LiteLLM'
+    """
+
+    def __init__(self, model_name: str, safety_settings: Any = None, **kwargs: Any) -> None:
+        project = os.environ.get("GCP_PROJECT_ID")
+        if not project:
+            raise ConfigError("sgl.VertexAI needs a project", hint="set GCP_PROJECT_ID")
+        if safety_settings is not None:
+            kwargs["safety_settings"] = safety_settings
+        if location := os.environ.get("GCP_LOCATION"):
+            kwargs["vertex_location"] = location
+        super().__init__(f"vertex_ai/{model_name}", vertex_project=project, **kwargs)

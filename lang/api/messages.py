@@ -1,7 +1,7 @@
 """What goes to an endpoint and what comes back, whoever's it is; and the prompt of a branch as turns.
 
 Owns `Ask` and `Reply`, the values between `session` and the clients, and `ApiPrompt`. Text outside of turns is for
-endpoints that continue a text; those get turns written out in a style.
+endpoints that continue a text; those get turns written out by a chat template.
 """
 
 from __future__ import annotations
@@ -13,14 +13,8 @@ from typing import Any, Protocol
 from sgl.errors import InvalidProgram
 from sgl.grammars.spec import Constraint
 from sgl.lang.api.capabilities import Capabilities
+from sgl.lang.chat_template import ChatTemplate
 from sgl.lang.graph import Media, Sampling, ToolSpec, Usage
-
-STYLES: dict[str, tuple[str, str]] = {
-    "chatml": ("<|im_start|>{role}\n", "<|im_end|>\n"),
-    "plain": ("{ROLE}: ", "\n"),
-}
-"""How turns are written out for endpoints that continue a text: what stands before and after each."""
-
 
 _NOTHING = Usage()
 
@@ -59,6 +53,7 @@ class Ask:
     tools: tuple[ToolSpec, ...] = ()
     tool_choice: str = "auto"
     parallel_tool_calls: bool = True
+    view: Any = None
     top_logprobs: int | None = None
     on_text: Callable[[str], bool] | None = None
 
@@ -110,7 +105,7 @@ class ApiPrompt:
             it ended there of itself.
     """
 
-    style: tuple[str, str]
+    style: ChatTemplate
     items: list[Any] = field(default_factory=list)  # str, Media, or a role's beginning or end
     role: str | None = None
     text: str = ""
@@ -137,15 +132,21 @@ class ApiPrompt:
         """Begin a turn."""
         if self.role is not None:
             raise InvalidProgram(f"role {role!r} begins inside role {self.role!r}")
+        default = self.style.default_system_prompt
+        if default and role != "system" and not any(isinstance(item, _Begin) for item in self.items):
+            self.begin("system")
+            self.add_text(default)
+            self.end()
         self.role = role
-        self._mark(self.style[0].format(role=role, ROLE=role.upper()), _Begin(role))
+        self._mark(self.style.begin(role), _Begin(role))
 
     def end(self) -> None:
         """End the open turn."""
         if self.role is None:
             raise InvalidProgram("a role ends that did not begin")
+        after = self.style.end(self.role)
         self.role = None
-        self._mark(self.style[1], _END)
+        self._mark(after, _END)
 
     def _mark(self, text: str, item: object) -> None:
         self.items.append(item)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -23,12 +24,15 @@ from sgl.errors import (
 )
 from sgl.grammars.spec import Ebnf, JsonSchema, Regex
 from sgl.lang.api.capabilities import Capabilities
-from sgl.lang.api.messages import STYLES, Ask, Reply, TokenText, Turn
+from sgl.lang.api.messages import Ask, Reply, TokenText, Turn
 from sgl.lang.api.session import ApiBackend
+from sgl.lang.chat_template import ChatTemplate, chosen_template
 from sgl.lang.graph import Media, Sampling, Usage
 
 _COMPLETION_MODELS = ("-instruct", "davinci-", "babbage-")
 """Parts of the names of OpenAI's models that continue a text."""
+
+_CRUSOE_URL = "https://managed-inference-api-proxy.crusoecloud.com/v1/"
 
 CHAT = Capabilities(top_logprobs=20, json_schema=True, tools=True, images=True, seed=True)
 COMPLETION = Capabilities(is_chat=False, top_logprobs=5, echo_logprobs=True, seed=True)
@@ -40,7 +44,8 @@ class OpenAI(ApiBackend):
     Args:
         model_name: as the endpoint knows it.
         is_chat_model: whether it takes turns; by default decided by the name.
-        chat_template: of a completion model: how turns are written, `chatml` or `plain`.
+        chat_template: of a completion model: how turns are written: `chatml`, `plain`, or another one
+            that is registered (`sgl.lang.chat_template`).
         is_azure: use the client for Azure.
         capabilities: what the endpoint can do, where it differs from OpenAI's (see `Capabilities`): a vLLM or SGLang
             server also has `regex` and `ebnf`, and takes sampling fields such as `top_k`.
@@ -64,7 +69,7 @@ class OpenAI(ApiBackend):
         self,
         model_name: str,
         is_chat_model: bool | None = None,
-        chat_template: str | None = None,
+        chat_template: str | ChatTemplate | None = None,
         is_azure: bool = False,
         *args: Any,
         capabilities: Mapping[str, object] | None = None,
@@ -72,17 +77,48 @@ class OpenAI(ApiBackend):
     ) -> None:
         if is_chat_model is None:
             is_chat_model = not any(part in model_name for part in _COMPLETION_MODELS)
-        if chat_template is not None and chat_template not in STYLES:
-            raise ConfigError(
-                f"chat_template is {chat_template!r}; expected one of {', '.join(STYLES)}", param="chat_template"
-            )
+        style = chosen_template(chat_template)
         module = _imported()
         try:
             made = (module.AzureOpenAI if is_azure else module.OpenAI)(*args, **kwargs)
         except (module.OpenAIError, TypeError, ValueError) as error:
             raise ConfigError(f"the openai client refuses its arguments: {error}", hint="see its own message") from None
         able = (CHAT if is_chat_model else COMPLETION).changed(capabilities)
-        super().__init__(OpenAIClient(module, made, model_name, able), f"OpenAI {model_name}", chat_template)
+        super().__init__(OpenAIClient(module, made, model_name, able), f"OpenAI {model_name}", style)
+
+
+class Crusoe(OpenAI):
+    """A backend over Crusoe's managed inference, which speaks as OpenAI's endpoint does.
+
+    Args:
+        api_key: Crusoe's; the environment's `CRUSOE_API_KEY` without it.
+
+    Raises:
+        ConfigError: no key, or no client.
+
+    Example:
+        >>> import sgl
+        >>> try:
+        ...     print(sgl.Crusoe("meta-llama/Llama-3.1-8B-Instruct", api_key="none").server_info()["backend"])
+        ... except sgl.errors.ConfigError as error:  # the client is an extra
+        ...     print("Crusoe" if "openai" in str(error) else error)
+        Crusoe
+    """
+
+    def __init__(
+        self,
+        model_name: str,
+        api_key: str | None = None,
+        base_url: str | None = None,
+        chat_template: str | ChatTemplate | None = None,
+        **kwargs: Any,
+    ) -> None:
+        key = api_key or os.environ.get("CRUSOE_API_KEY")
+        if not key:
+            raise ConfigError("sgl.Crusoe needs a key", hint="give api_key=, or set CRUSOE_API_KEY", param="api_key")
+        super().__init__(
+            model_name, chat_template=chat_template, api_key=key, base_url=base_url or _CRUSOE_URL, **kwargs
+        )
 
 
 def _imported() -> Any:

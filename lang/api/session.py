@@ -23,9 +23,10 @@ from sgl.errors import EngineDead, GenerationError, InternalError, SglError, Uns
 from sgl.grammars.formats import DEFAULT_TOOL_FORMAT, message_parser, reasoning_format, tool_format
 from sgl.grammars.spec import Choices, Constraint, Ebnf, JsonSchema, Regex
 from sgl.lang.api import speculation
-from sgl.lang.api.messages import STYLES, ApiPrompt, Ask, Client, Reply
+from sgl.lang.api.messages import ApiPrompt, Ask, Client, Reply
 from sgl.lang.api.options import Taken, take_option
 from sgl.lang.backend import EventSink
+from sgl.lang.chat_template import ChatTemplate, get_chat_template
 from sgl.lang.executor import Branch, GraphSession
 from sgl.lang.graph import (
     DeltaEvent,
@@ -76,14 +77,14 @@ class ApiBackend:
     Args:
         client: speaks with it; it is owned.
         name: of model and endpoint, for people.
-        style: how turns are written out where the endpoint continues a text: a name of `STYLES`.
+        style: how turns are written out where the endpoint continues a text.
     """
 
-    def __init__(self, client: Client, name: str, style: str | None = None) -> None:
+    def __init__(self, client: Client, name: str, style: ChatTemplate | None = None) -> None:
         self.client = client
         self.name = name
         self.epoch = uuid.uuid4().hex
-        self.style = STYLES[style or "chatml"]
+        self.style = style or get_chat_template("chatml")
         self.takes_turns = client.capabilities.is_chat or style is not None
         self.events = Workers("sgl-api")
         self.requests = Workers("sgl-api-request", MAX_CONCURRENCY)
@@ -100,9 +101,13 @@ class ApiBackend:
         with self._lock:
             if self._closed:
                 raise EngineDead(f"{self.name} was shut down", hint="make a new backend")
-            session = ApiSession(self, sink, options)
+            session = self.session(sink, options)
             self._sessions.add(session)
         return session
+
+    def session(self, sink: EventSink, options: ProgramOptions) -> ApiSession:
+        """What executes one program."""
+        return ApiSession(self, sink, options)
 
     def forget(self, session: ApiSession) -> None:
         """A session has ended."""
@@ -239,6 +244,9 @@ class ApiSession(GraphSession[ApiPrompt]):
         if isinstance(node.constraint, Choices):
             self.select(branch, _as_select(node, node.constraint))
             return
+        if branch.prompt.role is not None and not self._able.is_chat:
+            stops = (*node.sampling.stop, *branch.prompt.style.stop_str)
+            node = msgspec.structs.replace(node, sampling=msgspec.structs.replace(node.sampling, stop=stops))
         if (cut := speculation.take_ahead(branch.prompt, node)) is not None:
             surplus, ended = branch.prompt.ahead[len(cut.text) :], branch.prompt.ahead_ended
             self._value(branch, node, cut.text, "stop", cut.matched or None, Reply("", "stop"), surplus, ended)
@@ -380,10 +388,13 @@ class ApiSession(GraphSession[ApiPrompt]):
             )
 
         def work() -> Callable[[], None]:
-            taken = take_option(self._backend.client, node, ask)
+            taken = self._option(node, ask)
             return lambda: self._taken(branch, node, taken)
 
         self._run(node, work)
+
+    def _option(self, node: Select, ask: Ask) -> Taken:
+        return take_option(self._backend.client, node, ask)
 
     def _taken(self, branch: Branch[ApiPrompt], node: Select, taken: Taken) -> None:
         branch.prompt.add_text(taken.choice)

@@ -269,7 +269,7 @@ def test_turns_of_a_completion_model_need_a_template():
         with openai(api, "test-instruct", chat_template="plain") as backend:
             chat.run("x", backend=backend)
         assert prompt_of(api.bodies[0]) == "SYSTEM: Be brief.\nUSER: x\nASSISTANT: "
-        with pytest.raises(ConfigError, match="expected one of chatml, plain"):
+        with pytest.raises(ConfigError, match="expected one of chatml, default, plain"):
             openai(api, "test-instruct", chat_template="plane")
 
 

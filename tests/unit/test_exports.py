@@ -15,6 +15,14 @@ import sgl
 ROOT = Path(__file__).resolve().parents[2]
 
 PUBLIC = [
+    "BaseBackend",
+    "Crusoe",
+    "RemoteEngine",
+    "Runtime",
+    "RuntimeEndpoint",
+    "ServerArgs",
+    "VertexAI",
+    "global_config",
     "Recorder",
     "Replay",
     "Anthropic",
@@ -80,7 +88,7 @@ def test_unknown_name_is_an_attribute_error():
 def test_type_checkers_see_the_same_names():
     tree = ast.parse((ROOT / "sgl/__init__.py").read_text())
     guarded = next(node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
-    seen = {alias.name for node in guarded.body if isinstance(node, ast.ImportFrom) for alias in node.names}
+    seen = {alias.asname or alias.name for node in guarded.body if isinstance(node, ast.ImportFrom) for alias in node.names}
     assert seen - {"Backend", "Renderer"} == set(PUBLIC) - {"__version__", "set_default_options"}
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 import sgl
+from sgl.errors import InvalidParameter, Unsupported
 
 NONE = dict.fromkeys
 GEN = NONE(
@@ -102,6 +103,72 @@ BY_NAME: list[tuple[Any, dict[str, Any]]] = [
         {**SAMPLING, "backend": None, "num_threads": "auto", "progress_bar": False, "generator_style": False},
     ),
 ]
+
+
+EXPORTS = [
+    "Runtime",
+    "RuntimeEndpoint",
+    "Engine",
+    "ServerArgs",
+    "OpenAI",
+    "Anthropic",
+    "LiteLLM",
+    "VertexAI",
+    "Crusoe",
+    "function",
+    "gen",
+    "gen_int",
+    "gen_string",
+    "select",
+    "image",
+    "video",
+    "system",
+    "system_begin",
+    "system_end",
+    "user",
+    "user_begin",
+    "user_end",
+    "assistant",
+    "assistant_begin",
+    "assistant_end",
+    "separate_reasoning",
+    "set_default_backend",
+    "flush_cache",
+    "get_server_info",
+    "global_config",
+    "token_length_normalized",
+    "greedy_token_selection",
+    "unconditional_likelihood_normalized",
+    "__version__",
+]
+
+
+@pytest.mark.parametrize("name", EXPORTS)
+def test_every_name_of_sglang_is_there(name: str) -> None:
+    assert hasattr(sgl, name)
+
+
+def test_names_that_have_another_one_here_say_so() -> None:
+    with pytest.raises(Unsupported, match=r"use sgl\.Engine\(model_path='m'\)"):
+        sgl.Runtime(model_path="m")
+    with pytest.raises(Unsupported, match="chat_template_name"):
+        sgl.RuntimeEndpoint("http://127.0.0.1:9", chat_template_name="llama-2-chat")
+    assert sgl.ServerArgs(model_path="m").model_path == "m"
+
+
+def test_settings_of_the_process(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    @sgl.function
+    def hello(s):
+        s += "Hello " + sgl.gen("who")
+
+    monkeypatch.setattr(sgl.global_config, "verbosity", 2)
+    hello.run(backend=sgl.MockBackend(["world"]))
+    assert capsys.readouterr().out == "Hello world\n"
+    sgl.global_config.enable_parallel_encoding = True
+    with pytest.raises(Unsupported, match="enable_precache_with_tracing"):
+        sgl.global_config.enable_precache_with_tracing = False
+    with pytest.raises(InvalidParameter, match="no 'verbose'"):
+        sgl.global_config.verbose = 1
 
 
 def parameters(function: Any, kind: Any) -> dict[str, Any]:
