@@ -26,7 +26,7 @@ from sgl.runtime.loading.checkpoint import open_checkpoint
 from sgl.runtime.loading.facts import available_bytes, cpu_count, memory_limits, native_folder
 from sgl.runtime.loading.sources import CachedModel, cache_folder, cached_models, locate
 from sgl.runtime.memory_plan import MemoryLimit
-from sgl.runtime.models.registry import ModelConfig
+from sgl.runtime.models.registry import ModelConfig, architectures
 
 PACKAGES = (
     "torch",
@@ -106,6 +106,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     machine: Machine
     cache_folder: str
     cached_models: tuple[CachedModel, ...]
+    architectures: tuple[str, ...]
     native: NativeReport
     kernels: tuple[registry.Choice, ...]
     model: ModelReport
@@ -136,6 +137,7 @@ def examine(fields: Mapping[str, Any], *, build: bool = False) -> Report:
         machine=machine(),
         cache_folder=str(cache_folder()),
         cached_models=tuple(cached_models()),
+        architectures=tuple(sorted(architectures())),
         native=examine_native(build=build),
         kernels=tuple(registry.explain(_op_facts(model))),
         model=model,
@@ -159,7 +161,7 @@ def examine_model(fields: Mapping[str, Any]) -> ModelReport:
         return ModelReport(model=wish.model_path, local=False, error=error.to_info())
     path = None if source.path is None else str(source.path)
     try:
-        checkpoint = open_checkpoint(source, wish.json_model_override_args)
+        checkpoint = open_checkpoint(source, wish.json_model_override_args, wish.model_impl)
         resolved = resolve(wish, checkpoint.facts())
     except SglError as error:
         return ModelReport(model=wish.model_path, local=True, path=path, error=error.to_info())
@@ -205,15 +207,19 @@ def _op_facts(model: ModelReport) -> registry.OpFacts:
     """What the kernels would be chosen by; plain defaults when the model is not here to ask."""
     if model.resolved is None or model.config is None:
         return registry.OpFacts()
+    config = msgspec.structs.replace(model.config, context_len=model.resolved.context_len)
     return registry.OpFacts(
         device=model.resolved.device,
         dtype=model.resolved.dtype,
-        head_dim=model.config.head_dim,
-        num_heads=model.config.num_attention_heads,
-        num_kv_heads=model.config.num_key_value_heads,
+        head_dim=config.head_dim,
+        num_heads=config.num_attention_heads,
+        num_kv_heads=config.num_key_value_heads,
         page_size=model.resolved.page_size,
+        window=config.longest_window,
+        softcap=config.attention_softcap,
         deterministic=model.resolved.deterministic,
         native=model.resolved.kernels == "native",
+        triton=model.resolved.kernels == "triton",
     )
 
 

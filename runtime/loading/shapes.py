@@ -23,6 +23,7 @@ import msgspec
 from sgl.errors import ConfigError, CorruptModel, ModelError, UnsupportedModel
 from sgl.runtime.loading.fields import TOY_FIELDS, CompleteFields, Fields, RopeFields
 from sgl.runtime.loading.folder import json_object
+from sgl.runtime.loading.quantized import WeightScheme, read_scheme
 from sgl.runtime.models.registry import Architecture, ModelConfig, RopeScaling, find_architecture
 
 OVERRIDE = "json_model_override_args"
@@ -93,11 +94,25 @@ def _known_keys(given: Mapping[str, Any], kind: type[msgspec.Struct], prefix: st
 
 def config_from_folder(folder: Path, override: Mapping[str, Any]) -> ModelConfig:
     """The model of a checkpoint folder. Raises as `model_config`."""
-    path = folder / "config.json"
+    return model_config(fields_of_folder(folder), folder / "config.json", override)
+
+
+def fields_of_folder(folder: Path) -> dict[str, Any]:
+    """The `config.json` of a checkpoint folder as it stands there.
+
+    Raises:
+        CorruptModel: it is missing, empty or no JSON object.
+    """
     given = json_object(folder, "config.json")
     if not given:
-        raise CorruptModel(f"{path} is missing or empty", hint="fetch the folder again")
-    return model_config(given, path, override)
+        raise CorruptModel(f"{folder / 'config.json'} is missing or empty", hint="fetch the folder again")
+    return given
+
+
+def architecture_name(fields: Mapping[str, Any]) -> str:
+    """The first name in `architectures`, of whatever type the rest is."""
+    names = fields.get("architectures")
+    return str(names[0]) if isinstance(names, list) and names else "(none)"
 
 
 def toy_config(override: Mapping[str, Any]) -> ModelConfig:
@@ -119,16 +134,14 @@ def model_config(checkpoint: Mapping[str, Any], path: Path, override: Mapping[st
     """
     refuse = _Refusal(path, override)
     merged = {**_plain_rope(checkpoint), **_plain_rope(override)}
-    names = merged.get("architectures")
     try:  # before its fields are asked for: other architectures have others
-        architecture = find_architecture(str(names[0]) if isinstance(names, list) and names else "(none)")
+        architecture = find_architecture(architecture_name(merged))
     except UnsupportedModel as error:
         raise refuse(error.message, "architectures", hint=error.hint, kind=UnsupportedModel) from None
     try:
         fields = msgspec.convert(merged, CompleteFields)
     except msgspec.ValidationError as error:
         raise refuse(f"a field is missing, or of the wrong type or range: {_with_key(error)}", _key(error)) from None
-    _check_supported(fields, refuse)
     values = {**_plain_values(fields, refuse), **_own_values(architecture, fields, refuse)}
     return ModelConfig(architecture=architecture.name, **values)
 
@@ -156,6 +169,7 @@ def _plain_values(fields: CompleteFields, refuse: _Refusal) -> dict[str, Any]:
         "attention_bias": bool(fields.attention_bias),
         "mlp_bias": bool(fields.mlp_bias),
         "hidden_act": fields.hidden_act or "silu",
+        "weight_scheme": _weight_scheme(fields, refuse),
         "checkpoint_dtype": fields.dtype or fields.torch_dtype or "float32",
     }
 
@@ -226,14 +240,13 @@ def _check_fit(heads: int, kv_heads: int, head_dim: int, rotary_dim: int, refuse
         )
 
 
-def _check_supported(fields: Fields, refuse: _Refusal) -> None:
-    if fields.quantization_config:
-        raise refuse(
-            "the weights are quantized (quantization_config), which is not supported in safetensors",
-            "quantization_config",
-            hint="use the model's unquantized weights, or a GGUF file",
-            kind=UnsupportedModel,
-        )
+def _weight_scheme(fields: Fields, refuse: _Refusal) -> WeightScheme | None:
+    if not fields.quantization_config:
+        return None
+    try:
+        return read_scheme(fields.quantization_config)
+    except UnsupportedModel as error:
+        raise refuse(error.message, "quantization_config", hint=error.hint, kind=UnsupportedModel) from None
 
 
 def _with_key(error: msgspec.ValidationError) -> str:

@@ -10,6 +10,7 @@ import math
 from collections import deque
 from collections.abc import Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ from sgl.kernels.native.types import TYPES, packed_bytes
 from sgl.runtime.loading.folder import json_object, model_file
 from sgl.runtime.loading.gguf_config import GGUF_ROPE_TENSORS
 from sgl.runtime.loading.gguf_reader import GGUFFile, TensorInfo
+from sgl.runtime.loading.quantized import WeightScheme, dequantized, is_calibration, parts_beside
 
 if TYPE_CHECKING:
     import torch
@@ -103,25 +105,55 @@ def _decoded(file: GGUFFile, names: list[str]) -> Iterator[tuple[str, Any]]:
             held -= sizes[name]
 
 
-def safetensors_tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Tensors of a folder, mapped: nobody may keep one without copying it."""
+def safetensors_tensors(folder: Path, scheme: WeightScheme | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+    """Tensors of a folder, mapped: nobody may keep one without copying it.
+
+    Args:
+        scheme: how quantized matrices are stored; they come as numbers in float32, under the name of a plain one.
+
+    Raises:
+        CorruptModel: a file is damaged or missing, or a matrix's parts do not fit each other.
+        UnsupportedModel: numbers of a type that needs scales, and no scheme says which.
+    """
     from safetensors import SafetensorError, safe_open
 
-    for path in _weight_files(folder):
-        try:
-            with safe_open(path, framework="pt") as file:
-                for name in file.keys():  # noqa: SIM118 - not a mapping
-                    if name.endswith(".rotary_emb.inv_freq"):  # written by old converters, computed here
-                        continue
-                    tensor = file.get_tensor(name)
-                    if str(tensor.dtype) not in _WEIGHT_DTYPES:
-                        raise UnsupportedModel(
-                            f"tensor {name} of {path} is of type {tensor.dtype}",
-                            hint="use weights of type bfloat16, float16 or float32, or a GGUF file",
-                        )
-                    yield name, tensor
-        except (SafetensorError, OSError) as error:
-            raise CorruptModel(f"{path} cannot be read: {error}", hint="fetch the file again") from None
+    path = folder
+    try:
+        with ExitStack() as stack:
+            files: dict[str, Any] = {}
+            for path in _weight_files(folder):
+                file = stack.enter_context(safe_open(path, framework="pt"))
+                if twice := files.keys() & file.keys():
+                    raise CorruptModel(
+                        f"{path} has unexpected tensors, which another file has too: {min(twice)}",
+                        hint="fetch the folder again",
+                    )
+                files.update(dict.fromkeys(file.keys(), file))
+            done: set[str] = set()
+            for name, file in files.items():
+                # Frequencies were written by old converters, and are computed here.
+                if name in done or name.endswith(".rotary_emb.inv_freq"):
+                    continue
+                if scheme is not None and is_calibration(name):
+                    continue
+                if scheme is not None and (parts := parts_beside(name, files)):
+                    done.update(parts.values())
+                    tensors = {part: files[its_name].get_tensor(its_name) for part, its_name in parts.items()}
+                    stem = name.rpartition(".")[0]
+                    yield f"{stem}.weight", dequantized(scheme, stem, tensors)
+                    continue
+                yield name, _plain(name, file.get_tensor(name), folder)
+    except (SafetensorError, OSError) as error:
+        raise CorruptModel(f"{path} cannot be read: {error}", hint="fetch the file again") from None
+
+
+def _plain(name: str, tensor: torch.Tensor, folder: Path) -> torch.Tensor:
+    if str(tensor.dtype) not in _WEIGHT_DTYPES:
+        raise UnsupportedModel(
+            f"tensor {name} of {folder} is of type {tensor.dtype}",
+            hint="use weights of type bfloat16, float16 or float32, or a GGUF file",
+        )
+    return tensor
 
 
 def _weight_files(folder: Path) -> list[Path]:

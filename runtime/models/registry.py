@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 import msgspec
 
 from sgl.errors import UnsupportedModel
+from sgl.runtime.loading.quantized import WeightScheme
 
 if TYPE_CHECKING:
     import torch
@@ -68,6 +69,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """A decoder's shape, from `config.json` or GGUF metadata. Names follow Hugging Face's configs where these agree.
 
     Attributes:
+        model_impl: whose layers compute it; `transformers` takes shape, heads and context from here and nothing else.
         rotary_dim: features of a head that are rotated, the first ones; 0 is all.
         unrotated_layers: layers whose queries and keys carry no position.
         local_rope_theta: base of layers with a window, where they have a rotary table of their own, unscaled.
@@ -76,6 +78,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         attention_scale: of queries times keys; 0 is `head_dim ** -0.5`.
         attention_softcap, logit_softcap: `c` of `c * tanh(x / c)` over scores and logits; 0 is none.
         windows: per layer how many keys a query sees, its own included, 0 for all; empty when all layers see all.
+        weight_scheme: how a safetensors checkpoint stores matrices that are quantized.
         context_len: what the engine resolved, once it has: two kinds of rope scaling, and whether windows matter, are
             decided on it.
     """
@@ -107,6 +110,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     experts: Experts | None = None
     hidden_act: str = "silu"
     checkpoint_dtype: str = "float32"
+    model_impl: Literal["sgl", "transformers"] = "sgl"
+    weight_scheme: WeightScheme | None = None
     context_len: int | None = None
 
     @property
@@ -224,14 +229,17 @@ def find_architecture(name: str) -> Architecture:
     """
     known = architectures()
     if name not in known:
-        stems = {other.removesuffix(_SUFFIX): other for other in known}
-        near = [stems[stem] for stem in difflib.get_close_matches(name.removesuffix(_SUFFIX), stems, 1, 0.65)]
-        listed = ", ".join(sorted(known))
-        raise UnsupportedModel(
-            f"architecture {name!r} is not supported",
-            hint=f"the nearest is {near[0]}; supported are {listed}" if near else f"supported are {listed}",
-        )
+        raise UnsupportedModel(f"architecture {name!r} is not supported", hint=nearest(name))
     return known[name]
+
+
+def nearest(name: str) -> str:
+    """What to say about a name that is not known."""
+    known = architectures()
+    stems = {other.removesuffix(_SUFFIX): other for other in known}
+    near = [stems[stem] for stem in difflib.get_close_matches(name.removesuffix(_SUFFIX), stems, 1, 0.65)]
+    listed = ", ".join(sorted(known))
+    return f"the nearest is {near[0]}; supported are {listed}" if near else f"supported are {listed}"
 
 
 def model_class(name: str) -> Callable[..., Any]:

@@ -31,6 +31,7 @@ def show_report(report: Report) -> None:
     _section("models")
     cached = [(model.name, f"{bytes_text(model.size_bytes)}  {model.path}") for model in report.cached_models]
     show_table(("cache", report.cache_folder), cached)
+    print(f"architectures: {' '.join(report.architectures)}")
     _section("native kernels")
     _show_native(report.native)
     _section("kernels")
@@ -76,6 +77,7 @@ def _show_model(model: ModelReport) -> None:
         why = {reason.field: reason.why for reason in model.resolved.reasons}
         resolved = model.resolved
         rows = [
+            ("model_impl", resolved.model_impl, why.get("model_impl") or "sgl has layers for it"),
             ("device", resolved.device, why.get("device")),
             ("dtype", resolved.dtype, why.get("dtype")),
             ("quantization", resolved.quantization, why.get("quantization")),

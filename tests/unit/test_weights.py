@@ -104,7 +104,7 @@ def test_a_truncated_safetensors_file(tmp_path: Path, keep: int) -> None:
         ),
         ({"rope_scaling": {"rope_type": "linear"}, "rope_parameters": None}, UnsupportedModel, "'linear' lacks factor"),
         ({"partial_rotary_factor": 0.4}, CorruptModel, "3 of 8 features of a head are rotated"),
-        ({"quantization_config": {"quant_method": "awq"}}, UnsupportedModel, "quantized"),
+        ({"quantization_config": {"quant_method": "aqlm"}}, UnsupportedModel, "quantized by 'aqlm'"),
         ({"hidden_act": "gelu"}, UnsupportedModel, "gelu"),
         ({"num_key_value_heads": 3}, CorruptModel, "no possible model"),
         ({"hidden_size": None}, CorruptModel, "wrong type.*hidden_size"),
