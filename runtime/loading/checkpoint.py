@@ -167,7 +167,7 @@ class Checkpoint:
             return gguf_tensors(self._gguf, places, keep_blocks=keep_blocks), lambda name: places.get(name, [])
         if self.folder is None:
             raise UnsupportedModel(f"{self.source.name} has no weights", hint="set load_format to dummy")
-        return safetensors_tensors(self.folder), names.of_checkpoint
+        return safetensors_tensors(self.folder, self.config.weight_scheme), names.of_checkpoint
 
 
 class _Ledger:
