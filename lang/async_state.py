@@ -16,6 +16,7 @@ from sgl.lang.capture import Capture, user_location
 from sgl.lang.expr import GenExpr, SelectExpr
 from sgl.lang.graph import MAIN_BRANCH, Usage
 from sgl.lang.interpreter import Program
+from sgl.lang.pending import Pending
 from sgl.lang.repair import Check, Feedback, repairing
 from sgl.lang.state import Name, ProgramState, StateBase
 from sgl.lang.streams import StreamEvent
@@ -55,15 +56,28 @@ class AsyncProgramState(StateBase):
     @overload
     def __getitem__(self, name: str | SelectExpr) -> Awaitable[Any]: ...
     def __getitem__(self, name: Name) -> Awaitable[Any]:
-        return self._read(name, variables.resolve)
+        return self._pending(name, variables.resolve, f"s[{name!r}]" if isinstance(name, str) else "s[expr]")
 
     def get_var(self, name: Name) -> Awaitable[Any]:
         """`await s["x"]`: the value (see `ProgramState.get_var`)."""
-        return self._read(name, variables.resolve)
+        return self._pending(name, variables.resolve, "s.get_var(...)")
 
     def value(self, name: Name) -> Awaitable[Any]:
         """The value as what it is (see `ProgramState.value`)."""
-        return self._read(name, variables.typed)
+        return self._pending(name, variables.typed, "s.value(...)")
+
+    def _pending(self, name: Name, look: Callable[[Variable], Any], what: str) -> Pending[Any]:
+        return Pending(self._read(name, look), what)
+
+    @property
+    def ret_value(self) -> Awaitable[Any]:
+        """`await state.ret_value`: what the body returned, of a run that `start_async` began."""
+        return Pending(self._returned(), "state.ret_value")
+
+    async def _returned(self) -> Any:
+        await self._program.wait_for_async(lambda: not self._program.body_open)
+        self._program.raise_if_failed()
+        return self._program.returned
 
     async def get_meta_info(self, name: Name) -> Any:
         """How `name` came about (see `ProgramState.get_meta_info`)."""

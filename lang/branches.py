@@ -8,6 +8,7 @@ reading is the states' (`state`, `async_state`). Each branch holds no thread.
 from __future__ import annotations
 
 import hashlib
+import inspect
 import itertools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -35,6 +36,7 @@ from sgl.lang.graph import (
     lower_samples,
 )
 from sgl.lang.interpreter import Program
+from sgl.lang.pending import Pending
 from sgl.lang.tools import ToolPromptExpr
 from sgl.lang.variables import Collected, Gathered, Part, Reasoning, Turn, Variable
 from sgl.limits import DEFAULT_LIMITS
@@ -384,8 +386,14 @@ def check_appendable(other: object, location: SourceLocation | None) -> None:
     """Raise unless `other` is text or an expression."""
     if isinstance(other, (str, Expr)):
         return
+    if isinstance(other, Pending):
+        other.refuse("it is appended")
     shown = "None" if other is None else f"{other!r} ({type(other).__name__})"
     hint = "did a helper return nothing?" if other is None else "convert it with str(...)"
+    if hasattr(other, "_core"):
+        hint = "append its text: state.text(); s.call(program, ...) goes on with this state"
+    elif inspect.isawaitable(other):
+        hint = "await it"
     raise InvalidProgram(
         f"{shown} cannot be appended to a prompt; expected text or an expression", hint=hint, location=location
     )

@@ -58,6 +58,12 @@ class Expr:
     def __format__(self, spec: str) -> str:
         return str(self)
 
+    def __bool__(self) -> bool:
+        raise InvalidProgram(
+            f"{type(self).__name__} was used as a condition; it has no value yet",
+            hint='append it, and read its value: s += sgl.gen("name"); if s["name"] == ...',
+        )
+
 
 @dataclass(frozen=True)
 class ExprList(Expr):

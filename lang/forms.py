@@ -60,11 +60,14 @@ class Form:
         try:
             return self.read(text)
         except (ValueError, KeyError, GenerationError) as error:
-            kind = Truncated if cut or not isinstance(error, GenerationError) else GenerationError
+            unfinished = isinstance(error, json.JSONDecodeError) and error.pos >= len(text.rstrip())  # a stop ended it
+            kind = Truncated if cut or unfinished else GenerationError
             why = f": {error.message}" if isinstance(error, SglError) and not cut else f": {text!r}"
             raise kind(
-                f"{name!r} is not a complete {self.label}{why}",
-                hint="raise max_tokens" if kind is Truncated else "generate it again",
+                f"{name!r} is not a complete {self.label}{why}"
+                if kind is Truncated
+                else f"{name!r} is no {self.label}{why}",
+                hint="raise max_tokens" if cut else "let no stop end it" if unfinished else "generate it again",
                 location=location,
                 partial=text,
             ) from error

@@ -25,6 +25,7 @@ from sgl.lang.batch import Batch, Row, check_batch
 from sgl.lang.inspection import Inspectable
 from sgl.lang.interpreter import Program
 from sgl.lang.options import RunOptions, current_backend
+from sgl.lang.pending import Pending
 from sgl.lang.state import ProgramState, StateBase, let_go_cancels, outer_state
 
 if TYPE_CHECKING:
@@ -283,7 +284,10 @@ class SglFunction(Inspectable, Generic[P, R]):
 
     async def _run_async_body(self, program: Program, state: ProgramState[Any], arguments: Arguments) -> None:
         with _body_of(program):
-            program.returned = await self._body_on(self._body_state(state), *arguments)
+            returned = await self._body_on(self._body_state(state), *arguments)
+            if isinstance(returned, Pending):
+                returned.refuse("it is returned")
+            program.returned = returned
             program.flush(finish=True)
 
     async def _run_to_end(self, program: Program, state: ProgramState[Any], arguments: Arguments) -> None:

@@ -21,6 +21,7 @@ from sgl.lang.expr import Appendable, ExprList, GenExpr, RoleExpr, SelectExpr
 from sgl.lang.fork import ProgramStateGroup
 from sgl.lang.graph import MAIN_BRANCH, Usage
 from sgl.lang.interpreter import Program
+from sgl.lang.pending import Pending
 from sgl.lang.repair import Check, Feedback, repairing
 from sgl.lang.streams import Cursor, StreamEvent, event_stream, event_stream_async, iterate, iterate_async, piece_meta
 from sgl.lang.tools import Call, OnError, Read, ToolFunction, round_expression, run_calls, tool_loop
@@ -106,6 +107,8 @@ class StateBase:
 
     def set_var(self, name: str, value: Any) -> None:
         """Set a variable of this branch; it is not part of the prompt."""
+        if isinstance(value, Pending):
+            value.refuse("it is kept")
         self._core.define(name, Set(value))
 
     @contextmanager

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import threading
 import time
+from typing import Any
 
 import pytest
 
@@ -214,7 +215,7 @@ def test_a_deadline_ends_a_wait_that_the_backend_would_not_end():
     for each in (program, blocking):
         for kind in (sgl.MockBackend, Forgetful):
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr("sgl.lang.interpreter._DEADLINE_GRACE_S", 0.1 if kind is Forgetful else 60.0)
+                patch.setattr("sgl.lang.interpreter.DEADLINE_GRACE_S", 0.1 if kind is Forgetful else 60.0)
                 with pytest.raises(DeadlineExceeded, match="longer"):
                     each.run(backend=kind(delay_s=60), deadline_s=0.05)
 
@@ -287,3 +288,40 @@ def test_leaving_an_async_batch_cancels_its_rows():
     assert asyncio.run(main()) == 0
     while mock.server_info()["num_open"]:  # closed by the mock's thread
         time.sleep(0.001)
+
+
+@pytest.mark.parametrize(
+    "slip",
+    [
+        lambda s: s["a"] == "yes",
+        lambda s: bool(s["a"]),
+        lambda s: f"{s['a']}",
+        lambda s: "x" + s["a"],
+        lambda s: s.system(s["a"]),
+        lambda s: s.set_var("b", s["a"]),
+        lambda s: s["a"][0],
+        lambda s: s["a"],  # returned
+    ],
+)
+def test_reads_that_nobody_awaits_are_errors_with_their_line(slip: Any):
+    @sgl.function
+    async def program(s):
+        s += sgl.gen("a")
+        return slip(s)
+
+    with pytest.raises(InvalidProgram, match="await s\\['a'\\]"):
+        program.run(backend=sgl.MockBackend(["yes"]))
+
+
+def test_tasks_take_reads_and_a_started_run_gives_what_its_body_returned():
+    @sgl.function
+    async def program(s):
+        s += sgl.gen("a") + sgl.gen("b")
+        task = asyncio.create_task(s["a"])
+        return [*await asyncio.gather(s["a"], s["b"]), await task]
+
+    async def main() -> list[str]:
+        state = program.start_async(backend=sgl.MockBackend(["1", "2"]))
+        return await state.ret_value
+
+    assert asyncio.run(main()) == ["1", "2", "1"]

@@ -126,10 +126,14 @@ def test_4_15_typed_values():
 def test_typed_value_that_was_cut():
     @sgl.function
     def program(s):
-        s += sgl.gen("doc", json_schema={"type": "object"}) + sgl.gen("flag", dtype=bool)
+        s += sgl.gen("doc", json_schema={"type": "object"}) + sgl.gen("flag", dtype=bool, max_tokens=2)
+        s += sgl.gen("wrong", dtype=bool)
 
-    state = program.run(backend=sgl.MockBackend({"doc": '{"a": ', "flag": "Tr"}))
-    for name, partial in (("doc", '{"a": '), ("flag", "Tr")):
+    state = program.run(backend=sgl.MockBackend({"doc": '{"a": ', "flag": "T r ue", "wrong": "true"}))
+    with pytest.raises(GenerationError, match="'wrong' is no bool") as wrong:
+        state.value("wrong")
+    assert not isinstance(wrong.value, Truncated), "nothing cut it"
+    for name, partial in (("doc", '{"a": '), ("flag", "T r")):
         with pytest.raises(Truncated) as caught:
             state.value(name)
         assert caught.value.partial == partial
