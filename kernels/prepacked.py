@@ -1,7 +1,7 @@
 """Products of weights that oneDNN keeps in its own order: what torch's CPU path has where nothing can be compiled.
 
-Called by the model runner, once, after loading. Plain weights are put in order anew for each product; put in order once,
-they are multiplied as they are. README.md has figures.
+Called by the model runner, once, after loading. Plain weights are put in order anew for each product; put in order
+once, they are multiplied as they are. README.md has figures.
 
 A packed weight is a tensor that only `linear` understands. Sums differ from a plain product's in their last bits.
 """
@@ -38,7 +38,5 @@ def linear(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None = No
 
 
 def _has_ops() -> bool:
-    ops: Any = torch.ops.mkldnn
-    return all(
-        hasattr(ops, each) for each in ("_reorder_linear_weight", "_linear_pointwise", "_is_mkldnn_bf16_supported")
-    )
+    names = ("_reorder_linear_weight", "_linear_pointwise", "_is_mkldnn_bf16_supported")
+    return all(hasattr(torch.ops.mkldnn, name) for name in names)
