@@ -141,6 +141,8 @@ class Batch(Generic[R]):
         return program, ProgramState(program)
 
     def _end_row(self, index: int, state: ProgramState[R] | None, error: BaseException | None) -> None:
+        if error is not None:
+            error.add_note(f"in row {index} of {len(self._rows)}")
         with self._changed:
             self._running.pop(index, None)
             if error is not None and not isinstance(error, Exception):

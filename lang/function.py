@@ -68,12 +68,18 @@ class SglFunction(Inspectable, Generic[P, R]):
                 f"{func.__name__} is a generator function (it has a yield), which a program cannot be",
                 hint="append to the state, and stream with text_iter()",
             )
+        if isinstance(func, SglFunction):
+            raise InvalidParameter(f"{func.__name__} is a program already", hint="one @sgl.function is enough")
+        if not hasattr(func, "__qualname__"):
+            raise InvalidParameter(f"function got {func!r}; expected a def", hint="wrap it: def program(s, ...): ...")
         functools.update_wrapper(self, func)
         self.func = func
+        self.key = f"{func.__module__}.{func.__qualname__}"  # of its last run
         self.is_async = inspect.iscoroutinefunction(func)
         self.num_api_spec_tokens = num_api_spec_tokens
         self.bind_arguments: dict[str, Any] = dict(bound or {})
         self._receiver = receiver
+        self._is_method = False
         parameters = list(inspect.signature(func).parameters.values())[len(receiver) :]
         if not parameters or parameters[0].kind not in (
             inspect.Parameter.POSITIONAL_ONLY,
@@ -89,6 +95,10 @@ class SglFunction(Inspectable, Generic[P, R]):
         return f"<sgl.function {self.__name__}{self.__signature__}>"
 
     __name__: str
+    __qualname__: str
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._is_method = True
 
     def __get__(self, instance: Any, owner: type | None = None) -> SglFunction[P, R]:
         if instance is None or self._receiver:
@@ -117,6 +127,10 @@ class SglFunction(Inspectable, Generic[P, R]):
 
     def _arguments(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Arguments:
         merged = {**kwargs, **self.bind_arguments}
+        if self._is_method:
+            raise InvalidParameter(
+                f"{self.__qualname__} is a method", hint=f"call it on an instance: instance.{self.__name__}(...)"
+            )
         try:
             self.__signature__.bind(*args, **merged)
         except TypeError as error:
@@ -169,7 +183,8 @@ class SglFunction(Inspectable, Generic[P, R]):
             cache_salt: computed prefixes are shared with programs of the same salt only, for example one per tenant.
             seed: of the program: each generation draws with a seed derived from it and from its place in the program,
                 so that the same program says the same again. A `gen(seed=)` keeps its own.
-            deadline_s: seconds from now after which the program fails with `DeadlineExceeded`, wherever it is.
+            deadline_s: seconds from now after which the program fails with `DeadlineExceeded`: on the backend and where
+                it waits. A body that computes, or waits for a tool, finds out when it next sends something.
             priority: larger is more urgent.
             stream: return at once; the body runs on a thread and `text_iter` gives text as it appears.
             backend: what executes it; the default backend otherwise.
@@ -182,7 +197,7 @@ class SglFunction(Inspectable, Generic[P, R]):
             SglError: the program failed; `location` is its line.
             Exception: what the body raised, unchanged.
         """
-        options = RunOptions.of(self.__name__, locals(), self.num_api_spec_tokens)
+        options = RunOptions.of(self.__name__, locals(), self.num_api_spec_tokens, self.key)
         arguments = self._arguments(args, kwargs)
         program = options.start()
         if stream and use_thread:
@@ -254,7 +269,7 @@ class SglFunction(Inspectable, Generic[P, R]):
         """The options of a run and the program's own arguments, out of what was given together."""
         given = {**_RUN_DEFAULTS, **{name: value for name, value in kwargs.items() if name in _RUN_DEFAULTS}}
         own = {name: value for name, value in kwargs.items() if name not in _RUN_DEFAULTS}
-        return RunOptions.of(self.__name__, given, self.num_api_spec_tokens), self._arguments(args, own)
+        return RunOptions.of(self.__name__, given, self.num_api_spec_tokens, self.key), self._arguments(args, own)
 
     # --- bodies ---
 
@@ -390,7 +405,7 @@ class SglFunction(Inspectable, Generic[P, R]):
             InvalidParameter: a row does not fit the program's parameters; nothing was run.
         """
         check_batch(on_result, on_error, num_threads)
-        options = RunOptions.of(self.__name__, locals(), self.num_api_spec_tokens)
+        options = RunOptions.of(self.__name__, locals(), self.num_api_spec_tokens, self.key)
         batch = self._batch(batch_kwargs, options, num_threads, on_result)
         if not len(batch):
             return iter(()) if generator_style else []
@@ -424,7 +439,7 @@ class SglFunction(Inspectable, Generic[P, R]):
         for name in options:
             if name not in _RUN_DEFAULTS:
                 raise InvalidParameter(f"{name!r} is no option of a batch", hint="arguments go into rows", param=name)
-        run_options = RunOptions.of(self.__name__, {**_RUN_DEFAULTS, **options}, self.num_api_spec_tokens)
+        run_options = RunOptions.of(self.__name__, {**_RUN_DEFAULTS, **options}, self.num_api_spec_tokens, self.key)
         return self._batch(rows, run_options, num_threads, on_result)
 
     def _batch(

@@ -26,7 +26,7 @@ class Inspectable:
 
     @property
     def last_run(self) -> RunRecord | None:
-        """The last run that was started under this program's name: `program.last_run.to_html()`.
+        """The last run of this program, also of one that failed: `program.last_run.to_html()`.
 
         Example:
             >>> import sgl
@@ -39,7 +39,7 @@ class Inspectable:
         """
         from sgl.lang.record import last_run
 
-        return last_run(self.__name__)
+        return last_run(cast("SglFunction", self).key)
 
     def trace(self, *args: Any, assume: Assumed | None = None, backend: Backend | None = None, **kwargs: Any) -> Trace:
         """What the body appends, without a model: its graph, with arguments that are not given left open.

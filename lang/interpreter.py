@@ -64,9 +64,17 @@ class Program:
         options: of the whole program.
         sampling: what holds for generations that say nothing else.
         seed: of the whole program; each generation without a seed has one derived from it and from its place.
+        key: under what its record is found as the last one; none without it.
     """
 
-    def __init__(self, backend: Backend, options: ProgramOptions, sampling: Sampling, seed: int | None = None) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        options: ProgramOptions,
+        sampling: Sampling,
+        seed: int | None = None,
+        key: str | None = None,
+    ) -> None:
         self.options = options
         self.sampling = sampling
         self.seed = seed
@@ -78,7 +86,7 @@ class Program:
         self.returned: Any = None  # by the body
         self.body_error: BaseException | None = None
         self.version = 0  # counts wake-ups, so that a reader of streams misses none
-        self.record = RunRecord(options.name, backend)
+        self.record = RunRecord(options.name, backend, key)
         self.stream: list[tuple[float, Event]] = []  # with the time since the start; of streaming programs only
         self.backend = backend
         self._session: Session | None = None
@@ -168,7 +176,9 @@ class Program:
     def _options_left(self) -> ProgramOptions:
         """The options as they are now: a body that took its time has less of it left."""
         left = self._time_left()
-        return self.options if left is None else msgspec.structs.replace(self.options, deadline_s=max(left, 0.001))
+        if left is not None and left <= 0:
+            raise self._late()
+        return self.options if left is None else msgspec.structs.replace(self.options, deadline_s=left)
 
     def _time_left(self) -> float | None:
         if self.options.deadline_s is None:

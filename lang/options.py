@@ -54,15 +54,19 @@ class RunOptions:
         program: name, deadline, priority, streaming.
         backend: what executes it; `None` is that of the program in whose body it is run, else the default one.
         seed: of the program.
+        key: under what the record of a run is found as the last one.
     """
 
     sampling: Mapping[str, Any]
     program: ProgramOptions
     backend: Backend | None = None
     seed: int | None = None
+    key: str | None = None
 
     @staticmethod
-    def of(name: str, given: Mapping[str, Any], num_api_spec_tokens: int | None = None) -> RunOptions:
+    def of(
+        name: str, given: Mapping[str, Any], num_api_spec_tokens: int | None = None, key: str | None = None
+    ) -> RunOptions:
         """From the arguments of a run by name; others may be among them.
 
         Raises:
@@ -88,7 +92,7 @@ class RunOptions:
             cache_salt=given["cache_salt"],
             num_api_spec_tokens=num_api_spec_tokens,
         )
-        return RunOptions(values, options, backend, seed)
+        return RunOptions(values, options, backend, seed, key)
 
     def chosen(self) -> RunOptions:
         """With the backend that will execute it."""
@@ -105,4 +109,4 @@ class RunOptions:
         """A program that nothing was appended to."""
         backend = self._backend()
         sampling = msgspec.structs.replace(sampling_defaults(backend), **self.sampling)
-        return Program(backend, self.program, sampling, self.seed)
+        return Program(backend, self.program, sampling, self.seed, self.key)

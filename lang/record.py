@@ -1,7 +1,8 @@
 """What is kept of a run for looking at it afterwards: its nodes, its values, and when they came.
 
 Owns `RunRecord`, which a program fills as it goes (references only; nothing is copied), and the last record of each
-program by name. A record stops growing at a bound, so that a program of a million nodes is not held by its looks.
+program by the place of its function. A record stops growing at a bound, so that a program of a million nodes is not
+held by its looks.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ class RunRecord:
     """One run. Filled by `interpreter.Program`, under its lock.
 
     Attributes:
-        name: of the program.
+        name: of the program; `key` (an argument) is under what the last one is found.
         fragments: per message, the seconds since the start and the nodes.
         values: by node, the seconds since the start and the event.
         end: how it ended, and after how many seconds.
         complete: False once it stopped growing.
     """
 
-    def __init__(self, name: str, backend: Backend) -> None:
+    def __init__(self, name: str, backend: Backend, key: str | None = None) -> None:
         self.name = name
         self._backend = weakref.ref(backend)  # being looked at keeps no engine alive
         self.fragments: list[tuple[float, tuple[Node, ...]]] = []
@@ -42,16 +43,16 @@ class RunRecord:
         self.complete = True
         self._num_nodes = 0
         self._started = time.monotonic()
+        if key is not None:
+            with _lock:
+                _last[key] = self
+                _last.move_to_end(key)
+                if len(_last) > _MAX_NAMES:
+                    _last.popitem(last=False)
 
     def sent(self, nodes: Iterable[Node]) -> None:
         """A message is on its way."""
         sent = tuple(nodes)
-        if not self.fragments:
-            with _lock:
-                _last[self.name] = self
-                _last.move_to_end(self.name)
-                if len(_last) > _MAX_NAMES:
-                    _last.popitem(last=False)
         self._num_nodes += len(sent)
         self.complete = self.complete and self._num_nodes <= MAX_NODES
         if self.complete:
@@ -87,7 +88,7 @@ class RunRecord:
         return run_part(self)
 
 
-def last_run(name: str) -> RunRecord | None:
-    """The record of the last run of a program of that name, if it is still kept."""
+def last_run(key: str) -> RunRecord | None:
+    """The record of the last run that was started under that key, if it is still kept."""
     with _lock:
-        return _last.get(name)
+        return _last.get(key)

@@ -20,7 +20,7 @@ from sgl.errors import ConfigError
 from sgl.runtime.config import config_from_mapping
 
 if TYPE_CHECKING:
-    from sgl.lang.explain import Explanation
+    from sgl.lang.explain import CountingBackend, Explanation
     from sgl.lang.watching import Call
 
 SAMPLING = frozenset(
@@ -123,11 +123,19 @@ def _measured(explained: Explanation, call: Call) -> Any:
     from sgl.lang.defaults import default_backend
     from sgl.lang.explain import CountingBackend
 
-    if call.options.get("stream") or call.options.get("generator_style"):
+    if call.way in ("start_async", "batch") or call.options.get("stream") or call.options.get("generator_style"):
         say(f"{call.function.__name__}: a run that goes on after the call is not measured")
         return call.go()
     counter = CountingBackend(call.options.get("backend") or default_backend())
+    if call.way == "run_async":
+        return _measured_async(explained, call, counter)
     result = call.go(backend=counter)
+    explained.take(counter)
+    return result
+
+
+async def _measured_async(explained: Explanation, call: Call, counter: CountingBackend) -> Any:
+    result = await call.go(backend=counter)
     explained.take(counter)
     return result
 

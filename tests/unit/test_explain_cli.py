@@ -63,6 +63,36 @@ def test_assumed_values_and_measured_runs(tmp_path: Path, capsys: pytest.Capture
     assert page.read_text().count("<h1>Plan of ask</h1>") == 2
 
 
+@pytest.mark.parametrize(
+    "run",
+    [
+        "asyncio.run(ask.run_async('a', backend=backend))",
+        "list(ask.batch([['a']], backend=backend))",
+        "asyncio.run(started())",
+    ],
+)
+def test_no_way_to_run_a_program_is_missed(run: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    runs = f"import asyncio\nasync def started():\n    ask.start_async('a', backend=backend)\n{run}\nprint('made')"
+    assert explain(tmp_path, runs, "--json") == 0
+    out = capsys.readouterr().out
+    assert json.loads(out)[0]["rows"] == 1
+    assert "made" not in out
+
+
+def test_an_async_run_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    runs = "import asyncio\nstate = asyncio.run(ask.run_async('a', backend=backend))\nprint('made', state['answer'])"
+    assert explain(tmp_path, runs, "--run", "--assume", "answer=yes") == 0
+    out = capsys.readouterr().out
+    assert "made yes" in out
+    assert out.count("measured") == 1
+
+
+def test_a_compiled_run_is_not_made(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    runs = "@sgl.function\ndef x(s):\n    s += 'x' + sgl.gen('y')\nx.compile().run(backend=backend)\nprint('made')"
+    assert explain(tmp_path, runs) != 0
+    assert "made" not in capsys.readouterr().out
+
+
 def test_a_file_without_runs_has_its_programs_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert explain(tmp_path, "") == 0
     assert "arguments without a value count as their names: question" in capsys.readouterr().out

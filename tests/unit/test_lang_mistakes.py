@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +13,7 @@ import numpy as np
 import pytest
 
 import sgl
-from sgl.errors import InvalidParameter, InvalidProgram
+from sgl.errors import DeadlineExceeded, InvalidParameter, InvalidProgram
 
 
 def program(body: Callable[[Any], object]) -> sgl.SglFunction:
@@ -136,3 +138,60 @@ def test_probabilities_of_joined_selects_are_at_the_branches() -> None:
     assert [max(votes, key=votes.__getitem__) for votes in found] == state["vote"] == ["no", "no"]
     with pytest.raises(InvalidProgram, match=r"from a join or from n.*ask the branch"):
         state.probabilities("vote")
+
+
+def test_a_body_that_took_its_whole_time_is_too_late():
+    @sgl.function
+    def program(s):
+        s += sgl.gen("a")
+        time.sleep(0.05)
+
+    with pytest.raises(DeadlineExceeded):
+        program.run(backend=sgl.MockBackend(), deadline_s=0.01)
+
+
+def test_an_error_of_a_row_says_which():
+    @sgl.function
+    def program(s, i):
+        return 1 / (i - 1)
+
+    with pytest.raises(ZeroDivisionError) as caught:
+        program.run_batch([[0], [1]], backend=sgl.MockBackend())
+    assert caught.value.__notes__ == ["in row 1 of 2"]
+
+
+def test_what_is_no_function_to_decorate():
+    class Bot:
+        @sgl.function
+        def hi(self, s, who):
+            s += who
+
+    with pytest.raises(InvalidParameter, match="is a method"):
+        Bot.hi.run(Bot(), "Ada", backend=sgl.MockBackend())
+    assert Bot().hi("Ada", backend=sgl.MockBackend()).text() == "Ada"
+    for wrong, message in ((sgl.function(lambda s: None), "is a program already"), (functools.partial(print), "a def")):
+        with pytest.raises(InvalidParameter, match=message):
+            sgl.function(wrong)
+
+
+def test_the_last_run_is_that_of_the_program_also_when_it_failed():
+    def make(answer):
+        @sgl.function
+        def program(s):
+            s += "x" + sgl.gen("a")
+            return s[answer]
+
+        return program
+
+    one = make("a")
+    one.run(backend=sgl.MockBackend(["1"]))
+    assert "<h1>Run of program" in one.last_run.to_html()
+
+    @sgl.function
+    def program(s):
+        s += "y"
+        s["none"]
+
+    with pytest.raises(InvalidProgram):
+        program.run(backend=sgl.MockBackend())
+    assert program.last_run.to_html() != one.last_run.to_html(), "another function of the same name"
