@@ -46,6 +46,9 @@ Share = Annotated[float, Meta(gt=0, lt=1)]
 Seconds = Annotated[float, Meta(gt=0, le=1e9)]
 """Thirty years at most: what clocks and locks take without overflowing."""
 
+ModelImpl = Literal["auto", "sgl", "transformers"]
+"""Whose layers compute a model."""
+
 GiB = 2**30
 
 
@@ -72,6 +75,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     load_format: Annotated[
         Literal["auto", "safetensors", "gguf", "dummy"],
         Meta(description="`dummy` gives random weights of the model's shape."),
+    ] = "auto"
+    model_impl: Annotated[
+        ModelImpl,
+        Meta(description="Whose layers compute: sgl's own, or transformers' over sgl's pages where sgl has none."),
     ] = "auto"
     dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], Meta(description="Weights and KV cache.")] = (
         "auto"
@@ -292,6 +299,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
         weights_kind: form of the checkpoint (`gguf`, `safetensors`, `dummy`).
         packed_bytes: size of a GGUF file's weights as the native kernels keep them.
         native, native_obstacle: what the native kernels are or would be built with; why they cannot be.
+        layers_obstacle: why no kernels that compute whole layers can be used: the layers are not sgl's.
         prepacked_obstacles: by dtype, why oneDNN does not keep weights in its own order where torch computes.
         triton: version of the Triton that is installed, if one is.
     """
@@ -320,6 +328,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     packed_bytes: int = 0
     native: str = ""
     native_obstacle: str = "nobody looked whether the native kernels can be built"
+    layers_obstacle: str = ""
     prepacked_obstacles: dict[str, str] = {}
     triton: str = ""
 
@@ -339,6 +348,7 @@ class ResolvedConfig(msgspec.Struct, frozen=True, kw_only=True):
     device: Literal["cpu", "cuda"]
     quantization: Quantization = "none"
     kernels: Kernels = "torch"
+    model_impl: Literal["sgl", "transformers"] = "sgl"
     context_len: int
     page_size: int
     num_pages: int
@@ -415,6 +425,7 @@ def resolve(config: EngineConfig, facts: Facts) -> ResolvedConfig:
         device=sizes.device,
         quantization=sizes.quantization,
         kernels=sizes.kernels,
+        model_impl="transformers" if facts.layers_obstacle else "sgl",
         context_len=sizes.context_len,
         page_size=config.page_size,
         num_pages=sizes.pool_tokens // config.page_size,
@@ -507,6 +518,8 @@ def _decide(config: EngineConfig, facts: Facts) -> _Decided:
     elif device == "cuda" and not facts.cuda_bytes:
         raise ConfigError("device is cuda, but no CUDA device was found", hint="set device to cpu", param="device")
 
+    if facts.layers_obstacle and config.model_impl == "auto":
+        decide("model_impl", "transformers", "sgl has no layers for it")
     numerics = decide_numerics(config, facts, device)
     reasons.extend(Reason(*reason) for reason in numerics.reasons)
     dtype = numerics.dtype
