@@ -61,6 +61,8 @@ def _obstacle(config: EngineConfig, facts: Facts, device: str) -> str:
     """Why the native kernels cannot be used; empty when they can."""
     if device != "cpu":
         return f"the native kernels compute on the CPU, not on {device}"
+    if facts.layers_obstacle:
+        return facts.layers_obstacle
     if config.enable_deterministic_inference:
         return "deterministic mode computes with torch in float32"
     if config.kernels == "torch":
@@ -116,6 +118,8 @@ def _packing(config: EngineConfig, facts: Facts, dtype: Dtype) -> str:
     """In what order torch finds its weights on a CPU."""
     if config.enable_deterministic_inference:
         return ""
+    if facts.layers_obstacle:
+        return ""
     if obstacle := facts.prepacked_obstacles.get(dtype, ""):
         return f"; weights are not prepacked: {obstacle}"
     return "; oneDNN keeps the weights in its own order"
@@ -131,6 +135,8 @@ def _gpu_kernels(config: EngineConfig, facts: Facts) -> tuple[Kernels, str]:
         obstacle = "the Triton kernels have no soft caps"
     if config.enable_deterministic_inference:
         obstacle = "deterministic mode computes with torch"
+    if facts.layers_obstacle:
+        obstacle = facts.layers_obstacle
     if config.kernels == "native":
         obstacle = "the native kernels compute on the CPU"
     if config.kernels in ("triton", "native") and obstacle:

@@ -165,9 +165,9 @@ def model_renderer(config: EngineConfig) -> ModelRenderer:
 def _tokenizer(
     model_path: str, load_format: Any, offline: bool, revision: str | None, tokenizer_path: str | None
 ) -> Tokenizer:
-    from sgl.runtime.loading.checkpoint import open_checkpoint
+    from sgl.runtime.loading.checkpoint import open_tokenizer
     from sgl.runtime.loading.sources import locate
 
     if tokenizer_path is not None:
         return Tokenizer.from_folder(tokenizer_path)
-    return open_checkpoint(locate(model_path, load_format=load_format, offline=offline, revision=revision)).tokenizer()
+    return open_tokenizer(locate(model_path, load_format=load_format, offline=offline, revision=revision))

@@ -340,7 +340,7 @@ def build_core(
         revision=config.revision,
         progress=downloading,
     )
-    checkpoint = open_checkpoint(source, config.json_model_override_args)
+    checkpoint = open_checkpoint(source, config.json_model_override_args, config.model_impl)
     defaults = model_defaults(checkpoint.folder) if config.sampling_defaults == "model" else {}
     path = config.tokenizer_path
     tokenizer = checkpoint.tokenizer() if path is None else Tokenizer.from_folder(path)
@@ -356,6 +356,8 @@ def build_core(
 
     progress(f"planning {source.name}")
     resolved = _resolve_and_load_kernels(config, checkpoint.facts(), progress)
+    if resolved.model_impl == "transformers":
+        log.warning("transformers' layers compute %s, which is slower than sgl's own", checkpoint.config.architecture)
     if resolved.memory is not None:
         progress(f"loading {source.name}: {resolved.memory.summary()}")
         log.info("memory plan of %s: %s", source.name, resolved.memory.summary())
@@ -386,6 +388,7 @@ def build_core(
         "model": source.name,
         "model_path": str(source.path) if source.path else source.name,
         "architecture": checkpoint.config.architecture,
+        "model_impl": resolved.model_impl,
         "vocab_size": tokenizer.vocab_size,
         "sampling_defaults": defaults,
         "formats": _formats(tokenizer),

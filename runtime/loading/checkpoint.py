@@ -16,17 +16,23 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from sgl.errors import CorruptModel, UnsupportedModel
-from sgl.runtime.config import Facts
+from sgl.runtime.config import Facts, ModelImpl
 from sgl.runtime.loading.facts import gather_facts
 from sgl.runtime.loading.folder import model_file
 from sgl.runtime.loading.gguf_config import config_from_gguf
 from sgl.runtime.loading.gguf_reader import GGUFFile
 from sgl.runtime.loading.names import Place, Shape, WeightNames
-from sgl.runtime.loading.shapes import config_from_folder, parse_override, toy_config
+from sgl.runtime.loading.shapes import (
+    architecture_name,
+    config_from_folder,
+    fields_of_folder,
+    parse_override,
+    toy_config,
+)
 from sgl.runtime.loading.sources import ModelSource
 from sgl.runtime.loading.tensors import dummy_tensors, gguf_tensors, kept_bytes, safetensors_tensors
 from sgl.runtime.loading.tokenizer_cache import gguf_tokenizer
-from sgl.runtime.models.registry import ModelConfig, find_architecture, model_class, parameter_sizes
+from sgl.runtime.models.registry import ModelConfig, architectures, find_architecture, model_class, parameter_sizes
 from sgl.runtime.numerics import Kernels, Quantization
 from sgl.runtime.text.tokenizer import Tokenizer
 
@@ -76,9 +82,7 @@ class Checkpoint:
         """
         if self._gguf is not None:
             return gguf_tokenizer(self._gguf)
-        if self.folder is None or (self.source.kind == "dummy" and model_file(self.folder, "tokenizer.json") is None):
-            return Tokenizer.toy()
-        return Tokenizer.from_folder(self.folder)
+        return Tokenizer.toy() if self.folder is None else folder_tokenizer(self.source, self.folder)
 
     def facts(self) -> Facts:
         """Machine and model, for `runtime.config.resolve`. The model is made for it, without weights, and counted."""
@@ -231,21 +235,58 @@ class _Ledger:
                 )
 
 
-def open_checkpoint(source: ModelSource, override: str | None = None) -> Checkpoint:
+def open_checkpoint(source: ModelSource, override: str | None = None, model_impl: ModelImpl = "auto") -> Checkpoint:
     """Read the shape of the model at `source`; weights are read by `Checkpoint.build_model`.
 
     Args:
         override: `json_model_override_args`, JSON text.
+        model_impl: whose layers compute it; `auto` takes transformers' for a folder of an architecture not known here.
 
     Raises:
         CorruptModel: a file is damaged or lacks a field.
-        UnsupportedModel: an architecture that is not known here.
+        UnsupportedModel: an architecture that is known nowhere, or not to who is to compute it; an encoder
+            (`encoder_checkpoint` opens these).
         ConfigError: an override of an unknown key, or to what cannot be.
     """
     changes, path = parse_override(override), source.path
+    if path is not None and path.is_dir():
+        return _open_folder(source, path, changes, model_impl)
+    if model_impl == "transformers":
+        raise UnsupportedModel(
+            f"model_impl is transformers, which {source.name} has nothing for: it is no folder with config.json",
+            hint="leave model_impl at auto, or name a folder",
+        )
     if path is None:
         return Checkpoint(source, toy_config(changes))
-    if path.is_dir():
-        return Checkpoint(source, config_from_folder(path, changes), folder=path)
     gguf = GGUFFile(path)
     return Checkpoint(source, config_from_gguf(gguf, changes), gguf=gguf)
+
+
+def _open_folder(source: ModelSource, folder: Path, changes: Mapping[str, Any], model_impl: ModelImpl) -> Checkpoint:
+    fields = {**fields_of_folder(folder), **changes}
+    name = architecture_name(fields)
+    known = architectures().get(name)
+    is_decoder = known is None or known.kind == "decoder"
+    if is_decoder and (model_impl == "transformers" or (model_impl == "auto" and known is None)):
+        from sgl.runtime.loading.transformers_checkpoint import TransformersCheckpoint
+
+        return TransformersCheckpoint(source, folder, fields)
+    return Checkpoint(source, config_from_folder(folder, changes), folder=folder)
+
+
+def open_tokenizer(source: ModelSource) -> Tokenizer:
+    """The tokenizer of the model at `source` alone, whoever computes the model; imports no torch.
+
+    Raises:
+        UnsupportedModel, CorruptModel: as `Checkpoint.tokenizer`.
+    """
+    if source.path is None or not source.path.is_dir():
+        return open_checkpoint(source).tokenizer()
+    return folder_tokenizer(source, source.path)
+
+
+def folder_tokenizer(source: ModelSource, folder: Path) -> Tokenizer:
+    """Of a checkpoint folder; bytes where nothing but the folder's shape is wanted."""
+    if source.kind == "dummy" and model_file(folder, "tokenizer.json") is None:
+        return Tokenizer.toy()
+    return Tokenizer.from_folder(folder)

@@ -138,6 +138,10 @@ def model_config(checkpoint: Mapping[str, Any], path: Path, override: Mapping[st
         architecture = find_architecture(architecture_name(merged))
     except UnsupportedModel as error:
         raise refuse(error.message, "architectures", hint=error.hint, kind=UnsupportedModel) from None
+    if architecture.kind != "decoder":
+        raise refuse(
+            f"{architecture.name} is an encoder: it generates nothing", "architectures", kind=UnsupportedModel
+        )
     try:
         fields = msgspec.convert(merged, CompleteFields)
     except msgspec.ValidationError as error:

@@ -3,26 +3,18 @@ a folder of several files and from a GGUF file; on torch, in deterministic mode 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import pytest
 import torch
-from support.tiny_models import CONTEXT_LEN, SHAPES, VOCAB_SIZE, make_model, write_folder, write_gguf
+from support.tiny_models import SHAPES, VOCAB_SIZE, make_model, write_folder, write_gguf
+from support.tiny_runner import differences, greedy, in_chunks, open_path, runner
 
 from sgl.kernels.native import library
-from sgl.lang.graph import Sampling
-from sgl.runtime.config import EngineConfig, resolve
-from sgl.runtime.loading.checkpoint import Checkpoint, open_checkpoint
 from sgl.runtime.loading.facts import load_native_kernels
-from sgl.runtime.loading.sources import locate
-from sgl.runtime.model_runner import ModelRunner
-from sgl.runtime.plan import Chunk, SampleSpec, ScoreSpec, StepPlan
 
 TOLERANCE = 1e-3
-SAMPLE = SampleSpec(sampling=Sampling(), seed=0, position=0, output_ids=[])
 GGUF_SHAPES = [name for name in SHAPES if name not in ("mistral", "qwen2-window", "qwen3-moe-mixed", "llama")]
 """Forms that the format has; Llama's scaling is tested in `test_rope.py`."""
 
@@ -50,64 +42,6 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return Case(request.param, model, folder, prompts, logits)
 
 
-def open_path(path: Path) -> Checkpoint:
-    return open_checkpoint(locate(str(path)))
-
-
-def runner(checkpoint: Checkpoint, **options: Any) -> ModelRunner:
-    given = {"dtype": "float32", "kernels": "torch", **options}
-    resolved = resolve(EngineConfig(device="cpu", max_total_tokens=512, **given), checkpoint.facts())
-    model = checkpoint.build_model(
-        resolved.dtype,
-        deterministic=resolved.deterministic,
-        context_len=resolved.context_len,
-        kernels=resolved.kernels,
-        quantization=resolved.quantization,
-    )
-    return ModelRunner(model, checkpoint.config, resolved)  # type: ignore[arg-type]
-
-
-def chunk(sequence: int, tokens: Sequence[int], start: int = 0) -> Chunk:
-    """Positions from `start` on, in pages of the sequence's own, with the logits of all."""
-    return Chunk(
-        sequence=sequence,
-        token_ids=list(tokens),
-        start=start,
-        page_table=np.arange(sequence * CONTEXT_LEN, (sequence + 1) * CONTEXT_LEN, dtype=np.int32),
-        sample=SAMPLE,
-        scores=tuple(ScoreSpec(offset=offset, token_ids=(0,)) for offset in range(len(tokens))),
-    )
-
-
-def in_chunks(of: ModelRunner, prompts: Sequence[Sequence[int]], size: int = 20) -> list[torch.Tensor]:
-    """Logits of all prompts' positions, computed together in chunks of `size` over what those before have cached."""
-    rows: list[list[torch.Tensor]] = [[] for _ in prompts]
-    for start in range(0, max(map(len, prompts)), size):
-        chunks = [
-            chunk(i, prompt[start : start + size], start) for i, prompt in enumerate(prompts) if start < len(prompt)
-        ]
-        logits = of.forward(StepPlan(chunks=tuple(chunks)))
-        for part, block in zip(chunks, logits.split([len(part.token_ids) for part in chunks]), strict=True):
-            rows[part.sequence].append(block)
-    return [torch.cat(blocks) for blocks in rows]
-
-
-def greedy(of: ModelRunner, prompts: Sequence[Sequence[int]], count: int) -> list[list[int]]:
-    """What the prompts go on with, drawn together token by token."""
-    drawn: list[list[int]] = [[int(rows[-1].argmax())] for rows in in_chunks(of, prompts)]
-    for step in range(count - 1):
-        chunks = [
-            chunk(i, out[-1:], len(prompt) + step) for i, (prompt, out) in enumerate(zip(prompts, drawn, strict=True))
-        ]
-        for out, row in zip(drawn, of.forward(StepPlan(chunks=tuple(chunks))), strict=True):
-            out.append(int(row.argmax()))
-    return drawn
-
-
-def differences(got: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> float:
-    return max(float((ours - theirs).abs().max()) for ours, theirs in zip(got, expected, strict=True))
-
-
 def test_a_folder_computes_and_draws_as_transformers(case: Case) -> None:
     assert len(list(case.folder.glob("*.safetensors"))) > 1
     ours = runner(open_path(case.folder))
@@ -129,7 +63,7 @@ def test_the_plan_of_memory_counts_what_is_there(case: Case) -> None:
     parameters = [parameter.numel() for parameter in checkpoint.build_model().parameters()]
     assert (facts.num_parameters, facts.largest_tensor) == (sum(parameters), max(parameters))
     assert sum(parameters) == sum(parameter.numel() for parameter in case.model.parameters())
-    dummy = open_checkpoint(locate(str(case.folder), load_format="dummy"))
+    dummy = open_path(case.folder, load_format="dummy")
     assert float(in_chunks(runner(dummy), case.prompts)[0].std()) > 0.1
     assert dummy.tokenizer().vocab_size == 512
 
