@@ -102,8 +102,8 @@ class Watching(ModelRunner):
         self.differing = []
         self.slots = np.full(self.cache.layer(0)[0].shape[0], -1, dtype=np.int32)
 
-    def forward(self, plan: StepPlan) -> torch.Tensor:
-        logits = super().forward(plan)
+    def forward(self, plan: StepPlan, drawn: torch.Tensor | None = None) -> torch.Tensor:
+        logits = super().forward(plan, drawn)
         moved = [(self._slots_of(c.target, c.num_tokens), self._slots_of(c.source, c.num_tokens)) for c in plan.copies]
         for target, ids in [(target, self.slots[source].copy()) for target, source in moved]:
             self.slots[target] = ids
