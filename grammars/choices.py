@@ -5,7 +5,8 @@ Owns the matcher of `Choices`: a trie over the UTF-8 bytes of the options, walke
 
 Any split of an option into tokens is allowed; `forced_tokens` names the canonical one. Special tokens and padding have
 no bytes and are never allowed, except end of sequence where an option is complete. A mask costs one dictionary look-up
-per byte that can follow, is computed once per trie node, and is shared by all matchers of one grammar.
+per byte that can follow, is kept for the nodes of the trie that were looked at last, and is shared by all matchers of
+one grammar.
 """
 
 from __future__ import annotations
@@ -18,6 +19,9 @@ import numpy as np
 
 from sgl.errors import InvalidConstraint
 from sgl.grammars.matcher import Bitmask, StopReason, bitmask_words, num_acceptable
+
+_MAX_ROWS = 1024
+"""Rows of one list of options that are kept: 6 MB of them with 49,152 tokens."""
 
 
 class Vocabulary:
@@ -105,7 +109,7 @@ class ChoicesGrammar:
         self.vocabulary = vocabulary
         self.options = sorted({option.encode("utf-8") for option in options})
         # A node of the trie is a prefix: the index of the first option that begins with it, and its length.
-        self._rows: dict[tuple[int, int], Bitmask] = {}
+        self._rows: dict[tuple[int, int], Bitmask] = {}  # the last ones that were made
 
     def matcher(self) -> ChoicesMatcher:
         """A new matcher at the start."""
@@ -130,6 +134,8 @@ class ChoicesGrammar:
             if options[0] == prefix:
                 allowed |= self.vocabulary.eos_ids
             known = row_of(allowed, self.vocabulary.vocab_size)
+            while len(self._rows) >= _MAX_ROWS:
+                self._rows.pop(next(iter(self._rows)), None)  # another thread may have
             self._rows[key] = known
         return known
 

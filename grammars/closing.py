@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 
 from sgl.grammars.choices import Vocabulary
-from sgl.grammars.matcher import Bitmask, CompiledGrammar, Matcher, StopReason, allocate_bitmask, bitmask_to_bool
+from sgl.grammars.matcher import CompiledGrammar, Matcher, StopReason, allocate_bitmask
 
 MAX_START_LEN = 4096
 """Tokens of the longest completion that is looked for at the start of a grammar."""
@@ -60,6 +60,7 @@ class Closer:
             [ids[0] for text in texts if (ids := vocabulary.ids.get(text.encode()))]
             for texts in (_PROBES, _IN_TEXT, _OUTSIDE)
         )
+        self._closing = frozenset((*self._in_text, *self._outside))
         single = [(text, ids[0]) for text, ids in sorted(vocabulary.ids.items()) if len(text) == 1]
         self._kinds = [(token_id, _kind(text[0])) for text, token_id in single]
         words = (text for text in vocabulary.ids if len(text) > 1 and text.isalnum() and text.isascii())
@@ -72,7 +73,7 @@ class Closer:
         What was looked for is kept: only the first call for a grammar, and the first for a tighter budget, takes long.
         """
         known = self._start(grammar)
-        if known.path is not None and known.none_within < most < len(known.path):
+        if known.path is not None and known.none_within < most < len(known.path) <= _STRIDE * most:
             found = self.find(grammar.matcher(), most)
             known = self._starts[grammar] = (
                 known._replace(none_within=most) if found is None else known._replace(path=tuple(found))
@@ -119,15 +120,12 @@ class Closer:
         try:
             while len(path) < most and not matcher.is_complete():
                 forced = matcher.forced_tokens()[:1]
-                first = forced or (self._in_text if self._is_in_text(matcher) else self._outside)
-                token_id = next((i for i in first if matcher.accept(i)), None)
-                if token_id is None:
-                    token_id = next((i for i, _ in self._candidates(self._row(matcher)) if matcher.accept(i)), None)
-                    drawn += 1
-                if token_id is None:
+                token_id = forced[0] if forced else next((i for i, _ in self._candidates(self._row(matcher))), None)
+                if token_id is None or not matcher.accept(token_id):
                     return _Walk(path, completes=False, is_stuck=True)
                 path.append(token_id)
                 chosen += not forced
+                drawn += not forced and token_id not in self._closing
                 if drawn > _MAX_DRAWN or chosen > _MAX_CHOSEN:
                     break
             return _Walk(path, matcher.is_complete(), is_stuck=False)
@@ -155,7 +153,7 @@ class Closer:
             if len(path) == most or here.stop_reason() is not StopReason.NOT_STOPPED:
                 continue
             row = self._row(here)
-            mark = hashlib.blake2b(row.tobytes(), digest_size=8).digest()
+            mark = hashlib.blake2b(row, digest_size=8).digest()
             if (mark, len(path)) in at_depth:
                 continue
             at_depth.add((mark, len(path)))
@@ -166,7 +164,7 @@ class Closer:
                 heapq.heappush(heap, _Look(cost + extra, next(order), here, token_id, path))
         return None
 
-    def _candidates(self, row: Bitmask) -> Iterator[tuple[int, float]]:
+    def _candidates(self, row: bytes) -> Iterator[tuple[int, float]]:
         """Tokens worth a look, with what they cost: those that close, the longest word, single bytes by kind."""
         is_in_text = any(_allows(row, token_id) for token_id in self._probes)
         for token_id in self._in_text if is_in_text else self._outside:
@@ -182,19 +180,16 @@ class Closer:
                 yield token_id, _LATER if kind in kinds else 0.0
                 kinds.add(kind)
         if not kinds:  # a vocabulary without bytes, or special tokens that a grammar names
-            allowed = np.flatnonzero(bitmask_to_bool(row[None], self._vocabulary.vocab_size)[0])
+            allowed = np.flatnonzero(np.unpackbits(np.frombuffer(row, np.uint8), bitorder="little"))
             for token_id in allowed[:_MAX_LOOKS].tolist():
                 if token_id not in self._vocabulary.eos_ids:
                     yield token_id, 0.0
 
-    def _is_in_text(self, matcher: Matcher) -> bool:
-        return any(matcher.validate_tokens([token_id]) for token_id in self._probes)
-
-    def _row(self, matcher: Matcher) -> Bitmask:
+    def _row(self, matcher: Matcher) -> bytes:
+        """The allowed tokens, one bit each."""
         bitmask = allocate_bitmask(1, self._vocabulary.vocab_size)
         matcher.fill(bitmask, 0)
-        row: Bitmask = bitmask[0]
-        return row
+        return bitmask.tobytes()
 
 
 class _Walk(NamedTuple):
@@ -292,8 +287,8 @@ class Steering:
             self._look_at = left - max(1, (left - len(path) - _CLOSE) // 8)
 
 
-def _allows(row: Bitmask, token_id: int) -> bool:
-    return bool(row[token_id // 32] >> (token_id % 32) & 1)
+def _allows(row: bytes, token_id: int) -> bool:
+    return bool(row[token_id // 8] >> (token_id % 8) & 1)
 
 
 def _completes(matcher: Matcher, token_ids: Sequence[int]) -> bool:

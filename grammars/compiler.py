@@ -17,7 +17,7 @@ from typing import Protocol, TypeAlias, assert_never
 
 import msgspec
 
-from sgl.errors import ConstraintTooComplex, InvalidConstraint, InvalidParameter, UnsupportedSchema
+from sgl.errors import ConstraintTooComplex, InternalError, InvalidConstraint, InvalidParameter, UnsupportedSchema
 from sgl.grammars import ebnf, lark, structural_tag
 from sgl.grammars.choices import ChoicesGrammar, Vocabulary
 from sgl.grammars.closing import Closer
@@ -232,10 +232,10 @@ class GrammarCompiler:
     @property
     def closer(self) -> Closer:
         """Looks for completions of this tokenizer's texts; there once something was compiled."""
-        with self._backend_lock:
-            if self._closer is None:
-                self._closer = Closer(next(iter(self._backends.values())).vocabulary)
-            return self._closer
+        closer = self._closer
+        if closer is None:
+            raise InternalError("completions are asked for before anything was compiled")
+        return closer
 
     def close(self) -> None:
         """End what the backends have started; the cache stays."""
@@ -253,6 +253,8 @@ class GrammarCompiler:
                 self._backends[name] = BACKENDS[name](
                     self._tokenizer_json, self._vocab_size, self._eos_ids, self._limits
                 )
+            if self._closer is None:
+                self._closer = Closer(self._backends[name].vocabulary)
             return self._backends[name]
 
     def _compile(self, constraint: Constraint, name: str) -> CompiledGrammar:

@@ -1,8 +1,8 @@
-"""A process that does what must be bounded in time and memory, and may be ended at any moment.
+"""Processes that do what must be bounded in time and memory, and may be ended at any moment.
 
-Owns both sides: `Helper`, which starts, asks and ends the process, and `serve`, its main loop. Called by
-`sgl.grammars.xgrammar_backend` (compiling) and `sgl.grammars.validation` (checking values). A hostile request costs the
-process at most: one that answers too late, or dies, is ended, and the next request starts another.
+Owns both sides: `Helper`, which starts, asks and ends a process, `Helpers`, a few of them, and `serve`, the main loop
+of each. Called by the backends (compiling) and `sgl.grammars.validation` (checking values). A hostile request costs its
+process at most: one that answers too late, or dies, is ended, and the next request starts another; others go on.
 
 Messages on standard input and output: 4 bytes of length, then JSON. The first one holds the bound on memory and is
 answered when the process is ready; then each request has one answer. The end of the input ends the process.
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import queue
 import resource
 import selectors
 import struct
@@ -54,6 +55,8 @@ class Helper:
             InternalError: the process does not start.
         """
         with self._lock:
+            if self._process is not None and self._process.poll() is not None:
+                self._end()  # somebody ended it while it had nothing to do
             if self._process is None:
                 self._start()
             answer = self._exchange(frame(request), seconds)
@@ -109,6 +112,33 @@ class Helper:
             self._process = None
 
 
+class Helpers:
+    """Helpers of one kind, each started when all before it are busy: what one of them is stuck in, nobody waits for.
+
+    Args:
+        count: how many there may be.
+    """
+
+    def __init__(self, module: str, first: dict[str, Any], max_bytes: int, *, count: int = 2) -> None:
+        self._all = [Helper(module, first, max_bytes) for _ in range(count)]
+        self._free: queue.LifoQueue[Helper] = queue.LifoQueue()  # the last one that was used is warm
+        for helper in reversed(self._all):
+            self._free.put(helper)
+
+    def ask(self, request: dict[str, Any], seconds: float) -> dict[str, Any] | None:
+        """See `Helper.ask`; waits while all are busy."""
+        helper = self._free.get()
+        try:
+            return helper.ask(request, seconds)
+        finally:
+            self._free.put(helper)
+
+    def close(self) -> None:
+        """See `Helper.close`."""
+        for helper in self._all:
+            helper.close()
+
+
 def _end_process(process: subprocess.Popen[bytes]) -> None:
     process.kill()
     process.wait()
@@ -131,6 +161,7 @@ def serve(make: Callable[[dict[str, Any]], Callable[[dict[str, Any]], dict[str, 
     """
     first = _read(sys.stdin.buffer)
     if first is not None:
+        os.nice(10)  # steps of the model go before
         answer = make(first)
         _bound_memory(int(first["max_bytes"]))
         _write({"ready": True})

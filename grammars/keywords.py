@@ -349,8 +349,9 @@ class _Check:
                     self.keyword(f"{pointer}/{_escaped(word)}", word, value, schema)
                 if self.backend == "xgrammar":
                     self.combination(pointer, schema)
+        ends: set[str] = set()  # places whose references are known to come to an end
         for pointer, schema in self.places.items():
-            self.reference_chain(pointer, schema)
+            self.reference_chain(pointer, schema, ends)
 
     def keyword(self, pointer: str, word: str, value: Any, schema: dict[str, Any]) -> None:
         row = self.table.get(word)
@@ -462,7 +463,8 @@ class _Check:
             if kinds and schema.get("type") not in kinds:
                 self.ignored(pointer, word, "the type that it is about is not the one 'type'", "write 'type' beside it")
         if {"pattern", "format"} & set(words):
-            for word in ("minLength", "maxLength", "format" if "pattern" in words else "minLength"):
+            others = ("minLength", "maxLength", "format") if "pattern" in words else ("minLength", "maxLength")
+            for word in others:
                 if word in words:
                     self.ignored(pointer, word, "a pattern or format stands beside it", "write it into the pattern")
 
@@ -502,11 +504,11 @@ class _Check:
     def unresolved(self, pointer: str, reference: str, why: str, hint: str) -> NoReturn:
         raise InvalidSchema(f"{pointer} refers to {reference!r}: {why}", hint=hint, pointer=pointer)
 
-    def reference_chain(self, pointer: str, schema: Schema) -> None:
+    def reference_chain(self, pointer: str, schema: Schema, ends: set[str]) -> None:
         """Refuse a reference that leads back to itself before any value is read: nothing satisfies it."""
         seen = {pointer}
         at = pointer
-        while isinstance(schema, dict) and isinstance(schema.get("$ref"), str):
+        while at not in ends and isinstance(schema, dict) and isinstance(schema.get("$ref"), str):
             at = self.resolve(f"{at}/$ref", schema["$ref"])
             if at in seen:
                 raise InvalidSchema(
@@ -516,6 +518,7 @@ class _Check:
                 )
             seen.add(at)
             schema = self.places[at]
+        ends |= seen
 
 
 def is_vacuous(word: str, value: Any, schema: dict[str, Any]) -> bool:

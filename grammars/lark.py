@@ -25,7 +25,7 @@ MAX_RULES = 1000
 
 _TOKEN = re.compile(
     r"""(?P<string>"(?:\\.|[^"\\\n])*")|(?P<comment>//[^\n]*|\#[^\n]*)|(?P<regex>/(?:\\.|[^/\\\n])+/)"""
-    r"""|(?P<json>%json\b)|(?P<word>%[a-z]+)|(?P<rule>^[ \t]*[?!]*[A-Za-z_][A-Za-z0-9_.-]*[^:\n"/]*:)"""
+    r"""|(?P<json>%json\b)|(?P<word>%[a-z]+)|(?P<rule>^[ \t]*[?!]*[A-Za-z_][^:\n"/]*+:)"""
     r"""|(?P<open>[(\[{])|(?P<close>[)\]}])|(?P<other>.|\n)""",
     re.MULTILINE,
 )

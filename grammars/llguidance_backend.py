@@ -38,6 +38,7 @@ from sgl.grammars.choices import Vocabulary
 from sgl.grammars.ebnf import parse as parse_ebnf
 from sgl.grammars.ebnf import to_lark
 from sgl.grammars.engine_matcher import EngineMatcher
+from sgl.grammars.helper import Helpers
 from sgl.grammars.keywords import FORMATS, TABLES, Kind, Schema, Support, parse_schema, subschemas
 from sgl.grammars.lark import map_schemas
 from sgl.grammars.llguidance_tags import TagWriter
@@ -60,6 +61,7 @@ costs several times as much on a slow core."""
 
 _COMPLEX = ("too many", "too complex", "too large", "too big", "fuel", "exceed", "limit", "recursion")
 _UNSATISFIABLE = ("unsatisfiable", "regex is empty")
+_UNDECIDED = "unable to determine"
 _UNSUPPORTED = ("not supported", "unimplemented", "only supported", "not disjoint", "unsupported", "unknown format")
 
 
@@ -91,12 +93,14 @@ class Backend:
             if token_id < vocab_size and token_id not in eos_ids and self.tokenizer.is_special_token(token_id)
         }
         self.vocabulary = Vocabulary(tokens, vocab_size, eos_ids, self.tokenizer.tokenize_bytes, self.specials)
-        self.parser_limits = llguidance.LLParserLimits(
-            initial_lexer_fuel=int(limits.max_compile_s * _FUEL_PER_S),
-            step_lexer_fuel=int(limits.max_compile_s * _FUEL_PER_S),
-            max_lexer_states=max(1000, limits.max_compile_bytes // _BYTES_PER_LEXER_STATE),
-            verbose_errors=False,
-        )
+        parser_limits = {
+            "initial_lexer_fuel": int(limits.max_compile_s * _FUEL_PER_S),
+            "step_lexer_fuel": int(limits.max_compile_s * _FUEL_PER_S),
+            "max_lexer_states": max(1000, limits.max_compile_bytes // _BYTES_PER_LEXER_STATE),
+            "verbose_errors": False,
+        }
+        self.parser_limits = llguidance.LLParserLimits(**parser_limits)
+        self.helpers = Helpers("sgl.grammars.llguidance_helper", {"limits": parser_limits}, limits.max_compile_bytes)
 
     def compile(self, constraint: Constraint) -> Grammar:
         """Compile a constraint that has passed its checks.
@@ -120,6 +124,13 @@ class Backend:
             source = llguidance.LLMatcher.grammar_from_lark(self.lark(constraint))
         else:
             raise InvalidConstraint(f"llguidance compiles no {type(constraint).__name__} here")
+        is_hard = _merges_patterns(source, isinstance(constraint, Lark))
+        if is_hard and self.helpers.ask({"grammar": source}, self.limits.max_compile_s) is None:
+            raise ConstraintTooComplex(
+                f"{NAME} did not compile the constraint within {self.limits.max_compile_s:g} s and "
+                f"{self.limits.max_compile_bytes} bytes",
+                hint="merge fewer patterns: with allOf, beside $ref, in patternProperties, or by & and ~ in Lark",
+            )
         matcher = llguidance.LLMatcher(self.tokenizer, source, log_level=0, limits=self.parser_limits)
         if matcher.is_error():
             raise self.fault(constraint, matcher.get_error())
@@ -134,8 +145,9 @@ class Backend:
         return grammar
 
     def close(self) -> None:
-        """End the threads that computed masks."""
+        """End the threads that computed masks, and the processes that tried compilations."""
         self._executors.clear()
+        self.helpers.close()
 
     def compute_rows(self, matchers: Sequence[tuple[Any, int]], rows: Bitmask, num_threads: int) -> None:
         """The library's masks of (its matcher, row), in `rows`, shape `[n, num_words]`."""
@@ -169,12 +181,18 @@ class Backend:
     def fault(self, constraint: Constraint, message: str) -> SglError:
         """The library's message as a typed error."""
         shown = message.strip().splitlines()[0][:300] if message.strip() else "unknown"
-        low = message.lower()
+        low = _QUOTED.sub("", shown).lower()  # without what the caller wrote
         if isinstance(constraint, (Ebnf, Lark, StructuralTag)):
             return _grammar_fault(constraint, shown)
         what = "regex" if isinstance(constraint, Regex) else "JSON schema"
         pointer = "" if isinstance(constraint, Regex) else self.pointer(constraint, message)
         place = f" at {pointer}" if pointer else ""
+        if _UNDECIDED in low:
+            return ConstraintTooComplex(
+                f"{NAME} cannot tell whether anything satisfies the {what}{place}: its patterns are too many together",
+                hint="merge fewer of them: with allOf, beside anyOf and $ref, in patternProperties",
+                pointer=pointer,
+            )
         if any(word in low for word in _UNSATISFIABLE):
             kind = InvalidRegex if isinstance(constraint, Regex) else InvalidSchema
             return kind(
@@ -213,13 +231,14 @@ class Backend:
         return ""
 
 
+_QUOTED = re.compile(r"""\"[^"]*"|'[^']*'|`[^`]*`|/[^/]*/""")
 _PLACE = re.compile(r"^(?:at )?(\d+)\((\d+)\): ")
 _NAMES: dict[type, str] = {Ebnf: "EBNF", Lark: "Lark grammar", StructuralTag: "structural tag"}
 
 
 def _grammar_fault(constraint: Ebnf | Lark | StructuralTag, shown: str) -> SglError:
     """The library's message about a grammar; its place means something only in a grammar of the caller's own."""
-    name, low = _NAMES[type(constraint)], shown.lower()
+    name, low = _NAMES[type(constraint)], _QUOTED.sub("", shown).lower()
     if any(word in low for word in _COMPLEX):
         return ConstraintTooComplex(f"the {name} is too complex: {shown}", hint="lower its repeat counts")
     if any(word in low for word in _UNSATISFIABLE):
@@ -234,6 +253,20 @@ def _grammar_fault(constraint: Ebnf | Lark | StructuralTag, shown: str) -> SglEr
         line=line,
         column=column,
     )
+
+
+_JOINED = ('"allOf"', '"oneOf"', '"patternProperties"')
+_JOINING = ('"anyOf"', '"$ref"')
+_PATTERNS = ('"pattern"', '"format"', '"multipleOf"')
+
+
+def _merges_patterns(source: str, is_lark: bool) -> bool:
+    """Whether a grammar as it is handed over may have patterns merged or told apart, which the library's limits do not
+    bound. It may say so of one that does not. In Lark `&` and `~` do it."""
+    if is_lark and ("&" in source or "~" in source):
+        return True
+    is_joining = any(word in source for word in _JOINING) and any(word in source for word in _PATTERNS)
+    return is_joining or any(word in source for word in _JOINED)
 
 
 def rewritten(schema: Schema, limits: Limits) -> Schema:

@@ -62,6 +62,8 @@ _REFUSED = {
     sre.POSSESSIVE_REPEAT: ("a possessive repeat", "use an ordinary repeat"),
 }
 LARGEST_REPEAT = 65_536
+_MOST_CLASS_TEXT = 4_000_000
+"""Characters of all classes of a pattern, written out: some 500 times `\\w`."""
 _ANY_TEXT = "(?s:.*)"
 _STARTS = (sre.AT_BEGINNING, sre.AT_BEGINNING_STRING)
 _ENDS = (sre.AT_END, sre.AT_END_STRING)
@@ -136,6 +138,8 @@ class _Writer:
         self.dialect = dialect
         self.flags = flags
         self.limits = limits
+        self.classes: dict[tuple[str, int], str] = {}
+        self.class_len = 0
 
     def refuse(self, what: str, hint: str) -> InvalidRegex:
         return InvalidRegex(f"the regex {_shown(self.pattern)} uses {what}, which cannot be enforced", hint=hint)
@@ -227,7 +231,20 @@ class _Writer:
         return escaped(code)
 
     def char_class(self, items: list[Any], flags: int) -> str:
-        """A class as explicit ranges of code points."""
+        """A class as explicit ranges of code points; the same one is written once."""
+        key = (repr(items), flags)
+        if key not in self.classes:
+            self.classes[key] = self.written_class(items, flags)
+        self.class_len += len(self.classes[key])
+        if self.class_len > _MOST_CLASS_TEXT:
+            raise ConstraintTooComplex(
+                f"the regex {_shown(self.pattern)} has too many large character classes",
+                hint="repeat a class by a count, or name the characters that are needed",
+            )
+        return self.classes[key]
+
+    def written_class(self, items: list[Any], flags: int) -> str:
+        """See `char_class`."""
         ascii_only = bool(flags & re.ASCII) or self.dialect is Dialect.ECMA
         ranges: list[Range] = []
         for op, value in items:

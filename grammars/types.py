@@ -31,6 +31,7 @@ import types
 import typing
 import uuid
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 import msgspec
@@ -333,6 +334,7 @@ def _is_required(hint: Any, otherwise: bool) -> bool:
     return origin is typing.Required or (origin is not typing.NotRequired and otherwise)
 
 
+@lru_cache(maxsize=256)
 def _arguments(function: Callable[..., Any]) -> Any:
     """The arguments of a function as a TypedDict."""
     hints = get_type_hints(function, include_extras=True)
@@ -407,9 +409,21 @@ def _is_msgspec(tp: Any) -> bool:
 
 
 def _adapter(tp: Any) -> Any:
+    """Pydantic's reader and writer of a type, which takes milliseconds to make."""
+    try:
+        hash(tp)
+    except TypeError:  # an annotation that holds a list, for example
+        return _new_adapter(tp)
+    return _kept_adapter(tp)
+
+
+def _new_adapter(tp: Any) -> Any:
     from pydantic import TypeAdapter
 
     return TypeAdapter(tp)
+
+
+_kept_adapter = lru_cache(maxsize=256)(_new_adapter)
 
 
 def _name(tp: Any) -> str:

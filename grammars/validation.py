@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from sgl.errors import ConstraintTooComplex, InvalidSchema, SchemaViolation, UnsupportedSchema
-from sgl.grammars.helper import Helper
+from sgl.grammars.helper import Helpers
 from sgl.grammars.keywords import parse_schema
 from sgl.grammars.matcher import CompiledGrammar, Matcher
 from sgl.limits import DEFAULT_LIMITS, Limits
@@ -57,7 +57,7 @@ class Validator:
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
-        self._helper = Helper("sgl.grammars.validation_helper", {}, limits.max_compile_bytes)
+        self._helper = Helpers("sgl.grammars.validation_helper", {}, limits.max_compile_bytes)
 
     def check_schema(self, schema_text: str) -> None:
         """Check that values can be checked with the schema.

@@ -36,7 +36,7 @@ from sgl.grammars import ebnf, structural_tag
 from sgl.grammars.charsets import Range, complement, merged
 from sgl.grammars.choices import Vocabulary
 from sgl.grammars.engine_matcher import EngineMatcher
-from sgl.grammars.helper import Helper
+from sgl.grammars.helper import Helpers
 from sgl.grammars.keywords import FORMATS, TABLES, Kind, Schema, Support, parse_schema
 from sgl.grammars.matcher import Bitmask, StopReason, bitmask_words
 from sgl.grammars.regex import Dialect, translate
@@ -86,7 +86,7 @@ class Backend:
             stop_token_ids=sorted(vocabulary.eos_ids),
         )
         first = {"tokenizer": self.tokenizer.serialize_json()}
-        self.helper = Helper("sgl.grammars.xgrammar_helper", first, limits.max_compile_bytes)
+        self.helper = Helpers("sgl.grammars.xgrammar_helper", first, limits.max_compile_bytes)
 
     def compile(self, constraint: Constraint) -> Grammar:
         """Compile a constraint that has passed its checks.

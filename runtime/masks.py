@@ -54,7 +54,7 @@ class MaskJob:
         self._done = False
         if pool is not None:
             together = [row for row, matcher in enumerate(matchers) if is_prepared_with_others(matcher)]
-            alone = [row for row in range(len(matchers)) if row not in set(together)]
+            alone = sorted({*range(len(matchers))}.difference(together))
             tasks = [together] if together else []
             tasks += [alone[first : first + _ROWS_PER_TASK] for first in range(0, len(alone), _ROWS_PER_TASK)]
             self._tasks = [pool.submit(self._fill, rows) for rows in tasks]
@@ -83,7 +83,10 @@ class MaskJob:
         return own
 
     def _fill(self, rows: Sequence[int]) -> None:
-        prepare([self._matchers[row] for row in rows], self._num_threads)
+        try:
+            prepare([self._matchers[row] for row in rows], self._num_threads)
+        except Exception as error:  # noqa: BLE001 - then each row is computed by itself, and fails by itself
+            internal_error("masks could not be computed together", error)
         for row in rows:
             try:
                 self._matchers[row].fill(self._words, row)

@@ -1,12 +1,16 @@
 """What a `Gen` or `Select` needs before its requests can be made: encoded text, a compiled constraint, a seam.
 
 Owns two jobs, which the program run starts and which may run off the step loop, where nobody touches their branch
-meanwhile. What they find is handed back as one value; they change nothing but the branch's transcript.
+meanwhile; and the threads for them. What they find is handed back as one value; they change nothing but the branch's
+transcript.
 """
 
 from __future__ import annotations
 
+import os
+import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 from sgl.grammars.matcher import CompiledGrammar
@@ -17,6 +21,20 @@ from sgl.runtime.selection import Selection
 from sgl.runtime.services import Services
 from sgl.runtime.text.tokenizer import Piece, Tokenizer
 from sgl.runtime.thinking import reasoning_section
+
+_NICENESS = 10
+"""A thread of the model gets ten times the time of such a thread, where both want the same core."""
+
+
+def job_threads(count: int) -> ThreadPoolExecutor:
+    """Threads for jobs, which give way to those of the model: what comes new slows what runs down as little as it can.
+    Where a core is free they do not wait."""
+    return ThreadPoolExecutor(count, thread_name_prefix="sgl-jobs", initializer=_give_way)
+
+
+def _give_way() -> None:
+    own = threading.get_native_id()  # Linux has a priority for each thread
+    os.setpriority(os.PRIO_PROCESS, own, min(19, os.getpriority(os.PRIO_PROCESS, own) + _NICENESS))
 
 
 class PreparedGen(NamedTuple):

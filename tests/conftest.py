@@ -171,6 +171,8 @@ def leaves_nothing_behind(request: pytest.FixtureRequest) -> Iterator[None]:
             request.getfixturevalue(name)
     children, threads, files = set(child_processes()), lasting_threads(), open_files()
     yield
+    if (compiler := getattr(request.module, "COMPILER", None)) is not None:
+        compiler.close()  # shared by the tests of a file; it starts again what it needs
     deadline = time.monotonic() + GRACE_S
     while True:
         new_children = {pid: line for pid, line in child_processes().items() if pid not in children}

@@ -17,7 +17,7 @@ from sgl.grammars.formats.literals import escaped, json_string, json_text, json_
 from sgl.grammars.formats.shapes import Block, JsonCalls, NamedCalls, PythonCalls, TagCalls
 from sgl.grammars.formats.source import Malformed, Markers, Source, Steps, Truncated
 from sgl.grammars.formats.tools import Tool
-from sgl.grammars.formats.values import allowed_types, as_json
+from sgl.grammars.formats.values import allowed_types, as_json, refuse_constant
 
 MAX_NAME = 256
 """Characters of a header or a key."""
@@ -202,7 +202,7 @@ class BlockReader:
             yield from json_string(self.source, parts.append)
             text = json.loads("".join(parts))
             try:
-                value = json.loads(text)
+                value = json.loads(text, parse_constant=refuse_constant)
             except (ValueError, RecursionError):
                 raise Malformed from None
         else:

@@ -79,7 +79,7 @@ def as_json(text: str, types: frozenset[str]) -> str:
             shown = json.dumps(value)
         else:
             try:
-                value = json.loads(stripped, parse_constant=_refuse)
+                value = json.loads(stripped, parse_constant=refuse_constant)
             except (ValueError, RecursionError):
                 value = _MISSING
         if value is not _MISSING and type_of(value) in types:
@@ -90,5 +90,5 @@ def as_json(text: str, types: frozenset[str]) -> str:
 _MISSING = object()
 
 
-def _refuse(word: str) -> NoReturn:
+def refuse_constant(word: str) -> NoReturn:
     raise ValueError(word)  # NaN and infinity are no JSON

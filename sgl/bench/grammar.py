@@ -38,6 +38,7 @@ from sgl.lang.graph import Event, FailedEvent, Gen, Graph, LiteralText, ProgramO
 from sgl.runtime.config import config_from_mapping
 from sgl.runtime.core import EngineCore
 from sgl.runtime.loading.facts import cpu_count
+from sgl.runtime.program_jobs import job_threads
 from sgl.runtime.text.tokenizer import Tokenizer
 from sgl.runtime.worker import build_core
 
@@ -171,7 +172,7 @@ def run(
     threads = config.num_threads or (1 if config.model_path == "dummy" else cpu_count())
     cores = least_busy(os.sched_getaffinity(0), threads)
     sampler = ProcSampler(cores) if sampler is None else sampler
-    with ThreadPoolExecutor(2, thread_name_prefix="sgl-bench") as jobs:
+    with job_threads(2) as jobs:
         bench = _Bench(dict(fields) | {"num_threads": threads}, jobs)
         masks: list[MaskFigures] = []
         comparisons: list[PairFigure] = []

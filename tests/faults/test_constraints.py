@@ -6,6 +6,8 @@ Rows 29 and 33 are in `test_compile_stall.py`. A regex or schema that is no text
 from __future__ import annotations
 
 import json
+import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -19,7 +21,7 @@ from sgl.errors import ConstraintTooComplex, InvalidConstraint, InvalidSchema, S
 from sgl.grammars import xgrammar_backend
 from sgl.grammars.compiler import GrammarCompiler
 from sgl.grammars.matcher import Bitmask, StopReason, allocate_bitmask, bitmask_to_bool
-from sgl.grammars.spec import Constraint, JsonSchema, Regex, canonical_schema, constraint_of
+from sgl.grammars.spec import Constraint, JsonSchema, Lark, Regex, canonical_schema, constraint_of
 from sgl.lang.graph import FailedEvent, Gen, Sampling, ValueEvent
 from sgl.limits import Limits
 
@@ -155,7 +157,7 @@ def test_row_30_what_takes_too_long_is_ended() -> None:
     )  # fmt: skip
     endless = schema({"$defs": steps, "properties": {"a": {"not": {"$ref": "#/$defs/x0"}}}}, unsupported="check")
     grammar: Any = compiler.compile(endless)
-    helper = compiler._validator._helper
+    helper = compiler._validator._helper._all[0]
     process = helper._process
     assert process is not None
     with pytest.raises(ConstraintTooComplex, match="could not be checked within"):
@@ -166,6 +168,33 @@ def test_row_30_what_takes_too_long_is_ended() -> None:
     simple.check("[1, 2]")
     with pytest.raises(SchemaViolation):
         simple.check("[1, 1]")
+    compiler.close()
+
+
+MERGED = {"type": "integer", "allOf": [{"multipleOf": number} for number in (7, 11, 13, 17, 19, 23, 29)]}
+"""What no limit of llguidance bounds: patterns whose product has hundreds of millions of states."""
+
+
+@pytest.mark.parametrize("constraint", [schema(MERGED), Lark(f"start: %json {json.dumps(MERGED)}")])
+def test_row_30_a_compilation_that_takes_too_long_is_ended_and_holds_nobody_up(constraint: Constraint) -> None:
+    limits = Limits(max_compile_s=0.5)
+    compiler = GrammarCompiler(WORLD.tokenizer_json, WORLD.vocab_size, WORLD.eos_ids, limits=limits)
+    backend: Any = compiler._backend("llguidance")
+    merged = schema({"type": "string", "allOf": [{"pattern": "^a"}, {"pattern": "b$"}]})
+    compiler.compile(merged)
+    first, second = backend.helpers._all
+    assert first._process is not None, "what merges patterns is tried in a process first"
+    assert second._process is None
+    with ThreadPoolExecutor(1) as pool:
+        ending = pool.submit(compiler.compile, constraint)
+        while not first._lock.locked() and not ending.done():
+            time.sleep(0.01)
+        compiler.compile(schema({"type": "string", "allOf": [{"pattern": "^c"}, {"pattern": "d$"}]}))
+        with pytest.raises(ConstraintTooComplex, match="did not compile"):
+            ending.result()
+    assert first._process is None, "the process was ended, not left to compute"
+    assert second._process is not None, "another one compiled meanwhile"
+    compiler.compile(schema({"type": "integer", "minimum": 3}))
     compiler.close()
 
 

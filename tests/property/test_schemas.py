@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 import sys
+from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
@@ -27,6 +28,13 @@ WORLD = world()
 @cache
 def toy() -> GrammarCompiler:
     return GrammarCompiler(WORLD.tokenizer_json, WORLD.vocab_size, WORLD.eos_ids)
+
+
+@pytest.fixture(autouse=True)
+def closed() -> Iterator[None]:
+    """What compiling has started ends with each test."""
+    yield
+    toy().close()
 
 
 def toy_report() -> Report:

@@ -156,6 +156,13 @@ def test_every_prompt_names_its_tools(name: str) -> None:
     assert tool_format(name).tool_prompt([]).system == ""
 
 
+@pytest.mark.parametrize("word", ["NaN", "-Infinity"])
+def test_arguments_in_a_string_are_json(word: str) -> None:
+    arguments = json.dumps(f'{{"days": {word}}}')
+    message = tool_format("hermes").parse(f'<tool_call>{{"name": "now", "arguments": {arguments}}}</tool_call>', TOOLS)
+    assert not any(call.complete for call in message.calls)
+
+
 # --- constraints ---
 
 

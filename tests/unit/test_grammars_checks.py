@@ -15,6 +15,7 @@ from support.matcher_conformance import world
 from sgl.errors import (
     ConstraintTooComplex,
     InvalidConstraint,
+    InvalidGrammar,
     InvalidParameter,
     InvalidRegex,
     InvalidSchema,
@@ -25,7 +26,7 @@ from sgl.grammars.compiler import BACKENDS, GrammarCompiler, check
 from sgl.grammars.keywords import FORMATS, TABLES, Kind, Support, check_schema, subschemas
 from sgl.grammars.llguidance_backend import rewritten
 from sgl.grammars.matcher import StopReason
-from sgl.grammars.spec import Choices, Constraint, JsonSchema, Regex, canonical_schema
+from sgl.grammars.spec import Choices, Constraint, JsonSchema, Lark, Regex, canonical_schema
 from sgl.limits import DEFAULT_LIMITS, Limits
 
 WORLD = world()
@@ -36,7 +37,6 @@ def new_compiler(**options: Any) -> GrammarCompiler:
 
 
 COMPILER = new_compiler()
-
 
 # --- the keyword walker -----------------------------------------------------------------------------------------------
 
@@ -241,7 +241,9 @@ def test_refused_regexes(pattern: str, match: str) -> None:
     assert caught.value.hint
 
 
-@pytest.mark.parametrize("pattern", ["(" * 60_000, "(" * 200 + ")" * 200, "a{70000}", "a{1,99999999999}", "a" * 70_000])
+@pytest.mark.parametrize(
+    "pattern", ["(" * 60_000, "(" * 200 + ")" * 200, "a{70000}", "a{1,99999999999}", "a" * 70_000, "\\w" * 9000]
+)
 def test_regexes_over_the_limits(pattern: str) -> None:
     with pytest.raises(ConstraintTooComplex):
         COMPILER.compile(Regex(pattern))
@@ -319,6 +321,30 @@ def test_refused_without_an_engine(constraint: Constraint, kind: type[SglError])
         check(constraint)
     assert type(caught.value) is kind
     assert caught.value.hint
+
+
+def test_lines_of_lark_are_read_in_linear_time() -> None:
+    for text in ("a" * 60_000, "start: " + "b" * 60_000, "?" * 60_000):
+        check(Lark(text))  # took minutes
+
+
+def test_what_a_chain_of_references_comes_to_is_found_once() -> None:
+    steps = {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(1000)}
+    check(JsonSchema(json.dumps({"$defs": {**steps, "d1000": {}}, "$ref": "#/$defs/d0"})))
+    with pytest.raises(InvalidSchema, match="leads back to itself"):
+        check(JsonSchema(json.dumps({"$defs": {**steps, "d1000": {"$ref": "#/$defs/d0"}}, "$ref": "#/$defs/d0"})))
+
+
+@pytest.mark.parametrize("name", ["limit_of_x", "regex_is_empty", "fuel"])
+def test_what_the_caller_wrote_does_not_decide_the_kind_of_an_error(name: str) -> None:
+    with pytest.raises(InvalidGrammar, match=f'unknown name: "{name}"'):
+        COMPILER.compile(Lark(f"start: {name}"))
+
+
+def test_what_cannot_be_decided_is_not_told_as_unsatisfiable() -> None:
+    patterns = [{"pattern": f"{chr(97 + i)}.{{5}}{chr(98 + i)}"} for i in range(25)]
+    with pytest.raises(ConstraintTooComplex, match="cannot tell whether anything satisfies"):
+        COMPILER.compile(JsonSchema(json.dumps({"type": "string", "allOf": patterns})))
 
 
 def test_cache_is_bounded_and_counts() -> None:

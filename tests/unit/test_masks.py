@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -97,6 +98,30 @@ def test_without_threads_the_step_fills_them_itself() -> None:
     words, failures = job.wait()
     assert (words[:, 0].tolist(), failures, threads) == (list(range(9)), {}, {threading.get_ident()})
     assert job.wait().words is words
+
+
+class Together(Plain):
+    """One that is to be computed with others, which breaks."""
+
+    @staticmethod
+    def prepare(matchers: list[Together], num_threads: int) -> None:
+        raise RuntimeError("the engine broke")
+
+
+@pytest.mark.parametrize("pool", [None, ThreadPoolExecutor(1)])
+def test_rows_that_cannot_be_computed_together_are_filled_one_by_one(
+    pool: ThreadPoolExecutor | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.CRITICAL, "sgl.failures"):
+        words, failures = MaskJob([Plain(1), Together(2), Together(3, breaks=True)], 32, pool).wait()
+    assert (words[:, 0].tolist(), [*failures]) == ([1, 2, 0], [2])
+    if pool is not None:
+        pool.shutdown()
+
+
+def test_rows_of_a_job_by_place() -> None:
+    job = MaskJob([Plain(5), Plain(6, breaks=True), Plain(7)], 32, None)
+    assert job.rows([2, None, 1, 0])[:, 0].tolist() == [7, -1, 0, 5]
 
 
 @pytest.mark.parametrize("name", ["torch", "cpu"])
