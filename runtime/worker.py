@@ -19,7 +19,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Executor
 from functools import partial
 from io import FileIO
@@ -68,7 +68,7 @@ from sgl.runtime.messages import (
     unpack_to_worker,
 )
 from sgl.runtime.overrides import Settings, override
-from sgl.runtime.processors import LogitProcessor, load_processors
+from sgl.runtime.processors import load_processors
 from sgl.runtime.program_jobs import job_threads
 from sgl.runtime.sampling_defaults import model_defaults
 from sgl.runtime.text.tokenizer import Tokenizer
@@ -134,34 +134,7 @@ class Worker:
             self._core.step()
             self._flush_events()
 
-    def _serve_encoder(self, config: EngineConfig, checkpoint: EncoderCheckpoint) -> None:
-        """The same loop around the core of an encoder."""
-        self._progress(IMPORTING)
-        from sgl.runtime.encoder_start import build_encoder
-
-        core, info = build_encoder(
-            config, checkpoint, executor=job_threads(_JOB_THREADS), wake=self._wake, progress=self._progress
-        )
-        self._send(Ready(epoch=core.epoch, info=info))
-        while True:
-            if not core.has_work:
-                self._watchdog.idle()
-            self._poller.poll(0 if core.has_work else None)
-            self._watchdog.busy()
-            self._drain_wakes()
-            self._flush_logs()
-            while self._socket.poll(0):
-                message = unpack_to_worker(self._socket.recv())
-                if isinstance(message, Shutdown):
-                    return
-                if not isinstance(message, Refused):
-                    self._note(message)
-                core.handle(message)
-            core.step()
-            for reply in core.take_replies():
-                self._send(reply)
-
-    def _open_logs(self, config: EngineConfig, hello: Hello) -> None:
+    def _start(self, config: EngineConfig, hello: Hello) -> tuple[EngineCore, dict[str, Any]]:
         if config.message_log is not None:
             self._message_log = _open_log(config.message_log)
         self._logs = forward_worker_logs(config.log_level, self._on_log)
