@@ -10,10 +10,11 @@ from __future__ import annotations
 import json
 import re
 import threading
-from typing import Any, Literal, TypedDict
+from typing import Annotated, Any, Literal, TypedDict
 
 import jsonschema_rs
 import pytest
+from pydantic import BaseModel, Field
 
 import sgl
 from sgl.errors import EmptyPrompt, GenerationError, InvalidGrammar, InvalidParameter, SglError
@@ -51,6 +52,22 @@ def test_22_sums_associate(dummy_engine: Engine) -> None:
         return s._program.read_state(0).token_ids
 
     assert left.run(backend=dummy_engine, **GREEDY).ret_value == right.run(backend=dummy_engine, **GREEDY).ret_value
+
+
+def test_23_a_space_before_a_value_is_no_token_of_its_own(smollm2: Engine) -> None:
+    """A prompt that ends in a space: with healing the value may begin inside of the token that has the space."""
+
+    def answer(healing: bool) -> tuple[sgl.ProgramState, dict[str, Any]]:
+        gen = sgl.gen("x", regex="(Paris|Rome)", max_tokens=4, token_healing=healing)
+        state = said(smollm2, "Q: Capital of France?\nA: Paris\nQ: Capital of Italy?\nA: ", gen)
+        return state, state.get_meta_info("x")
+
+    healed, meta = answer(True)
+    plain, without = answer(False)
+    assert healed["x"] == plain["x"] == "Rome"
+    assert healed.usage.healed_tokens == 1, "the space is drawn anew, with what follows"
+    assert meta["completion_tokens"] <= without["completion_tokens"]
+    assert healed.text().endswith("A: Rome")
 
 
 def test_24_the_longer_option_and_the_empty_one(smollm2: Engine, dummy_engine: Engine) -> None:
@@ -113,6 +130,15 @@ def test_27_40_bounds_of_a_capture(dummy_engine: Engine, options: dict, value: s
     assert stop == kept, "the caller's list is the caller's"
 
 
+def test_40_a_stop_inside_a_token_and_one_after_so_many(smollm2: Engine) -> None:
+    prompt = "Q: Capital of France?\nA: Paris\nQ: Capital of France?\nA:"
+    state = said(smollm2, prompt, sgl.gen("x", stop="ri", max_tokens=4), "!")
+    assert state["x"] == " Pa", "the token is ' Paris'"
+    assert state.text() == f"{prompt} Pa!"
+    counted = said(smollm2, "1 2 3 4 5 6 7", sgl.gen("x", stop=" ", min_tokens=4, max_tokens=12))
+    assert counted.get_meta_info("x")["completion_tokens"] >= 4
+
+
 def test_28_recursive_grammars_and_quotes(smollm2: Engine) -> None:
     nested = said(smollm2, "Brackets: (())()", sgl.gen("x", ebnf='root ::= "(" root? ")"', max_tokens=8))["x"]
     assert nested == "(" * (len(nested) // 2) + ")" * (len(nested) // 2)
@@ -121,6 +147,15 @@ def test_28_recursive_grammars_and_quotes(smollm2: Engine) -> None:
     quote = sgl.gen("quote", lark='start: %regex {"substring_words": ' + words + "}", max_tokens=12)
     state = said(smollm2, f'Text: {source}\nWhere was the cat? Quote: "The cat', quote)
     assert state["quote"] in source
+
+
+def test_28_mutual_recursion_and_counted_repeats(dummy_engine: Engine) -> None:
+    """On the toy model: the constraint says what comes."""
+    grammar = 'root ::= even\neven ::= "" | "a" odd\nodd ::= "b" even'
+    mutual = said(dummy_engine, "x", sgl.gen("x", ebnf=grammar, max_tokens=8))["x"]
+    assert mutual == "ab" * (len(mutual) // 2)
+    few = said(dummy_engine, "x", sgl.gen("x", regex="(cat|dog|emu){2,3}", max_tokens=12))["x"]
+    assert re.fullmatch("(cat|dog|emu){2,3}", few)
 
 
 def test_29_forced_tokens_and_selects_of_one(dummy_engine: Engine) -> None:
@@ -233,6 +268,16 @@ def test_37_a_schema_of_its_own_per_row(smollm2: Engine) -> None:
         jsonschema_rs.validate(schema, state.value("x"))
 
 
+class Cited(TypedDict):
+    sources: list[Literal[1, 2]]
+    answer: Annotated[str, Field(max_length=16)]
+
+
+class Profile(BaseModel):
+    age: Annotated[int, Field(ge=18, lt=100)]
+    job: Literal["chef", "nurse"]
+
+
 class Edge(TypedDict):
     source: Literal["Ada", "Bob", "Eve"]
     target: Literal["Ada", "Bob", "Eve"]
@@ -242,11 +287,22 @@ def test_38_scenarios_hold_their_constraint(smollm2: Engine) -> None:
     mail = said(smollm2, "Mail: You have won a prize!\nLabel: ", sgl.select("label", ["spam", "work", "family"]))
     assert mail["label"] in ("spam", "work", "family")
     graph = said(
-        smollm2, "Ada knows Bob. Bob knows Eve.\nEdges as JSON: ", sgl.gen("x", type=list[Edge], max_tokens=64)
+        smollm2, "Ada knows Bob. Bob knows Eve.\nEdges as JSON: ", sgl.gen("x", type=list[Edge], max_tokens=40)
     )
     assert all(set(edge) == {"source", "target"} for edge in graph["x"])
     move = said(smollm2, "Chess: 1. e4 e5 2. ", sgl.gen("move", regex="[KQRBN]?[a-h]?x?[a-h][1-8]", max_tokens=6))
     assert re.fullmatch("[KQRBN]?[a-h]?x?[a-h][1-8]", move["move"])
+
+    cited = said(
+        smollm2,
+        "[1] Ada was born in London. [2] Bob likes tea.\nQ: Where was Ada born?\nAnswer with sources, as JSON: ",
+        sgl.gen("x", type=Cited, max_tokens=32),
+    )
+    assert set(cited["x"]) == {"sources", "answer"}
+    assert set(cited["x"]["sources"]) <= {1, 2}
+    profile = said(smollm2, "Ada is 28, a chef, and likes tea.\nJSON: ", sgl.gen("x", type=Profile, max_tokens=24))
+    assert profile["x"].age in range(18, 100)
+    assert profile["x"].job in ("chef", "nurse")
 
     @sgl.function
     def density(s):

@@ -1,6 +1,6 @@
 """Test programs 1 to 21: those of SGLang's own tests and examples, on the embedded model.
 
-Numbers are those of the list that the language was designed with; 16 (API speculation) and 19 (tracing) are tested with
+Numbers are those of `README.md` here, which says where each is tested; 16 (API speculation) and 19 (tracing) are with
 their modules. A program runs on the toy model or the mock where its point is not what a model says; the reason stands
 at its test.
 """
