@@ -26,6 +26,7 @@ from sgl.limits import (
     MaxQueueS,
     MaxStopRegexS,
 )
+from sgl.runtime.decode_graphs import max_graph_rows
 from sgl.runtime.eviction import EvictionPolicyName, parse_parameters
 from sgl.runtime.memory_plan import (
     MemoryLimit,
@@ -162,6 +163,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     disable_forced_tokens: Annotated[
         bool, Meta(description="Draw output tokens one by one also where a constraint leaves one continuation.")
     ] = False
+    cuda_graph_max_bs_decode: Annotated[
+        Count | None, Meta(description="Rows up to which decoding steps are recorded as CUDA graphs; 512 at most.")
+    ] = None
+    disable_decode_cuda_graph: Annotated[bool, Meta(description="Launch each kernel of a decoding step.")] = False
     disable_overlap_schedule: Annotated[
         bool | None,
         Meta(description="Look at each step's result before the next is begun; by default only on a CPU."),
@@ -372,6 +377,7 @@ class ResolvedConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_pinned_tokens: int = 0
     disable_forced_tokens: bool = False
     disable_overlap_schedule: bool = True
+    cuda_graph_max_bs_decode: int = 0
     num_mask_threads: int = 0
     limits: Limits = DEFAULT_LIMITS
     facts: Facts | None = None
@@ -446,6 +452,7 @@ def resolve(config: EngineConfig, facts: Facts) -> ResolvedConfig:
         max_pinned_tokens=_pinned_tokens(config, sizes.pool_tokens, reasons),
         disable_forced_tokens=config.disable_forced_tokens,
         disable_overlap_schedule=decided.disable_overlap_schedule,
+        cuda_graph_max_bs_decode=sizes.cuda_graph_max_bs_decode,
         num_mask_threads=decided.num_mask_threads,
         schedule_conservativeness=config.schedule_conservativeness,
         grammar_backend=config.grammar_backend,
@@ -559,6 +566,11 @@ def _decide(config: EngineConfig, facts: Facts) -> _Decided:
     seed = config.random_seed
     if seed is None:
         seed = decide("random_seed", 0, "fixed, so that a run can be repeated")
+    graphs, why = max_graph_rows(
+        device, numerics.kernels, config.cuda_graph_max_bs_decode, running, disabled=config.disable_decode_cuda_graph
+    )
+    if device == "cuda":
+        decide("cuda_graph_max_bs_decode", graphs, why)
     sizes = Sizes(
         device=device,
         dtype=dtype,
@@ -568,6 +580,7 @@ def _decide(config: EngineConfig, facts: Facts) -> _Decided:
         pool_tokens=0,
         max_running_requests=running,
         chunked_prefill_size=chunk,
+        cuda_graph_max_bs_decode=graphs,
     )
     no_overlap = config.disable_overlap_schedule
     if no_overlap is None:

@@ -24,7 +24,7 @@ import uuid
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Executor, Future
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from sgl.errors import EngineDead, InternalError, QueueTimeout, SglError, StateLost
 from sgl.grammars.compiler import GrammarCompiler
@@ -45,6 +45,9 @@ from sgl.runtime.sequence import Request
 from sgl.runtime.stats import Stats
 from sgl.runtime.text.tokenizer import Tokenizer
 from sgl.runtime.trace import StepTimes, Tracer
+
+if TYPE_CHECKING:
+    from sgl.runtime.device_clock import DeviceClock
 
 _MAX_FAILED_STEPS = 3
 
@@ -87,6 +90,7 @@ class EngineCore:
         processors: the custom logit processors that the sampler has, by name.
         faults: what to make fail, in tests.
         tracer: writes the step timeline.
+        device_clock: times the steps of `runner` and `sampler` on their device.
     """
 
     def __init__(
@@ -103,6 +107,7 @@ class EngineCore:
         processors: Mapping[str, LogitProcessor] = BUILT_IN,
         faults: FaultPoints | None = None,
         tracer: Tracer | None = None,
+        device_clock: DeviceClock | None = None,
     ) -> None:
         self.epoch = uuid.uuid4().hex
         self.config = config
@@ -128,6 +133,7 @@ class EngineCore:
         self.now = clock
         self.faults = faults
         self.tracer = tracer
+        self._device_clock = device_clock
         self._forward = runner.forward if tracer is None else tracer.timed(runner.forward)
         self._sample = sampler.sample if tracer is None else tracer.timed(sampler.sample)
         self._overlaps = not config.disable_overlap_schedule
@@ -201,10 +207,15 @@ class EngineCore:
         done = self._step_ahead() if self._overlaps else self._step_now()
         if done:
             self.cache.tick()
+        if self._device_clock is not None and not self.has_work:
+            self._device_clock.rest()
         return done
 
     def _step_now(self) -> bool:
         """A step from its plan to its result."""
+        if self._flight is not None:  # steps overlapped until now
+            flight, self._flight = self._flight, None
+            self._land(flight)
         plan = self.scheduler.schedule()
         if not plan.chunks:
             return False
@@ -267,6 +278,10 @@ class EngineCore:
         """A step has succeeded: programs go on with what their requests got."""
         self._failed_steps = 0
         self._moved_at = self.now()
+        if self._device_clock is not None:
+            time = self._device_clock.take()
+            self.stats.device_busy_s += time.busy_s
+            self.stats.device_idle_s += time.idle_s
         if self.tracer is not None and times is not None:
             self.scheduler.gauge(counted=False)
             self.tracer.step(plan, times, touched, self.stats)
@@ -290,6 +305,8 @@ class EngineCore:
 
     def _fail_step(self, plan: StepPlan, error: Exception) -> None:
         self._failed_steps += 1
+        if self._device_clock is not None:
+            self._device_clock.rest()
         failure = internal_error("a model step failed", error)
         runs = {id(run): run for chunk in plan.chunks if (run := self._watchers.get(chunk.sequence)) is not None}
         for run in runs.values():
@@ -368,6 +385,7 @@ class EngineCore:
     def apply(self, config: ResolvedConfig, limits: Limits) -> None:
         """Go on with other sizes of a step and other bounds; the pool and the model stay what they are."""
         self.config = self.scheduler.config = config
+        self._overlaps = not config.disable_overlap_schedule
         self.limits = self.scheduler.limits = limits
 
     # --- views ---

@@ -26,6 +26,7 @@ import torch
 
 from sgl.kernels.triton import sampling as kernel
 from sgl.lang.graph import Sampling
+from sgl.runtime.device_clock import DeviceClock
 from sgl.runtime.masks import MaskJob
 from sgl.runtime.plan import Pending, RowResult, StepPlan, StepResult
 from sgl.runtime.processors import BUILT_IN, LogitProcessor
@@ -41,10 +42,20 @@ class _Wanted(NamedTuple):
 
 
 class DeviceSampler(Sampler):
-    """As `Sampler`, on CUDA. Arguments as there."""
+    """As `Sampler`, on CUDA. Arguments as there.
 
-    def __init__(self, vocab_size: int, processors: Mapping[str, LogitProcessor] = BUILT_IN) -> None:
+    Args:
+        clock: times the draws.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        processors: Mapping[str, LogitProcessor] = BUILT_IN,
+        clock: DeviceClock | None = None,
+    ) -> None:
         super().__init__(vocab_size, processors)
+        self._clock = clock
         self._settings: list[Sampling] = []
         self._nothing = torch.zeros(1, 1, dtype=torch.int32)
         self._columns: npt.NDArray[np.float64] = np.empty((4, 0))
@@ -71,6 +82,8 @@ class DeviceSampler(Sampler):
                 num_masks += has_mask
         masks = plan.masks if plan.masks is not None else self._filler.start(plan.chunks)
         step = _Step(plan, drawing, masks, logits.device)
+        if self._clock is not None:
+            self._clock.mark()
         self._draw_all(logits, step)
         if scoring:
             step.scores = _Logprobs(logits[:, : self.vocab_size], scoring)
@@ -83,6 +96,8 @@ class DeviceSampler(Sampler):
             ]
             chosen = step.token_ids[_sent(step.described, logits.device)]
             step.logprobs = _Logprobs(logits[:, : self.vocab_size], wanted, chosen)
+        if self._clock is not None:
+            self._clock.mark()
         step.end()
         return step
 

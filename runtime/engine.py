@@ -22,11 +22,12 @@ import msgspec
 from sgl.environment import unknown_variables, with_environment
 from sgl.errors import EngineDead, InvalidParameter, SglError, StateLost, Unsupported
 from sgl.lang.graph import LONGEST_S, Graph, ProgramOptions, StateText, check_number, sampling_from_mapping
-from sgl.runtime import offline
+from sgl.runtime import encoding, offline
 from sgl.runtime.client import EventSink, Health, WorkerClient
 from sgl.runtime.config import EngineConfig, RuntimeOverride, config_from_mapping
+from sgl.runtime.encoding import encodes_nothing, generates_nothing
 from sgl.runtime.loading.sources import check_model
-from sgl.runtime.messages import Cancel, FlushCache, GetStats, Override, ReadState, Submit
+from sgl.runtime.messages import Cancel, EncoderTask, FlushCache, GetStats, Override, ReadState, Submit
 from sgl.runtime.pinned import PinnedPrefix, pin
 from sgl.runtime.rendering import ModelRenderer, model_renderer
 from sgl.runtime.sessions import DEFAULT_TTL_S, Session, SessionTable, turn_of
@@ -72,7 +73,13 @@ class Engine:
     # --- as a backend of the language ---
 
     def open(self, sink: EventSink, options: ProgramOptions) -> EngineSession:
-        """Start a program (see `sgl.lang.backend`)."""
+        """Start a program (see `sgl.lang.backend`).
+
+        Raises:
+            Unsupported: the model is an encoder.
+        """
+        if self._client.info.get("kind") == "encoder":
+            raise generates_nothing(self._client.info["architecture"])
         return EngineSession(self._client, sink, options)
 
     def flush_cache(self, *, wait_s: float = 0.0) -> bool:
@@ -177,7 +184,8 @@ class Engine:
 
         Args:
             why: the reason, for the record.
-            fields: of `max_running_requests`, `chunked_prefill_size`, `max_queue`, `max_queue_s`, `log_level`.
+            fields: of `max_running_requests`, `chunked_prefill_size`, `disable_overlap_schedule`, `max_queue`,
+                `max_queue_s`, `log_level`.
 
         Raises:
             ConfigError: another field, a wrong value, or a step for which there is no memory.
@@ -326,6 +334,91 @@ class Engine:
         except BaseException:
             offline.cancel(runs)
             raise
+
+    # --- encoders ---
+
+    def encode(
+        self,
+        prompt: str | Sequence[str] | None = None,
+        *,
+        input_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
+        truncate: bool = False,
+    ) -> Any:
+        """Embeddings of one text or a list of them, pooled and normalized as the model's makers say.
+
+        Args:
+            prompt: text, or a list of texts; or `input_ids`, special tokens among them, in its place.
+            truncate: cut texts that are longer than the model takes, instead of refusing them.
+
+        Returns:
+            `{"embedding": [...], "meta_info": {"prompt_tokens": ...}}`, or a list of these.
+
+        Raises:
+            Unsupported: the model generates text, or has labels.
+            InvalidRequest: a wrong or empty text, or more tokens than the model takes (both numbers are named). Nothing
+                of the call was computed.
+        """
+        call = self._texts_call("embed", prompt, input_ids, truncate)
+        return call.outputs(call.future.result())
+
+    async def async_encode(
+        self,
+        prompt: str | Sequence[str] | None = None,
+        *,
+        input_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
+        truncate: bool = False,
+    ) -> Any:
+        """`encode` for asyncio."""
+        call = self._texts_call("embed", prompt, input_ids, truncate)
+        return call.outputs(await asyncio.wrap_future(call.future))
+
+    def classify(
+        self,
+        prompt: str | Sequence[str] | None = None,
+        *,
+        input_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
+        truncate: bool = False,
+    ) -> Any:
+        """What a classifier makes of one text or a list of them; arguments and errors as `encode`.
+
+        Returns:
+            `{"label": ..., "probs": {label: share}, "meta_info": ...}`, or a list of these. Shares are a softmax over
+            labels that exclude each other, and sigmoids of those that do not.
+        """
+        call = self._texts_call("classify", prompt, input_ids, truncate)
+        return call.outputs(call.future.result())
+
+    def score_pairs(self, pairs: Sequence[Any], *, truncate: bool = False) -> Any:
+        """What a cross-encoder makes of a pair of texts or a list of pairs; errors as `encode`.
+
+        Returns:
+            `{"score": ..., "meta_info": ...}`, or a list of these. The score went through the activation that the
+            model's configuration names, a sigmoid without one.
+        """
+        call = self._pairs_call(pairs, truncate)
+        return call.outputs(call.future.result())
+
+    def rerank(
+        self, query: str, documents: Sequence[str], *, top_n: int | None = None, truncate: bool = False
+    ) -> list[dict[str, Any]]:
+        """Documents by their score with a query, best first, at most `top_n`: `{"index", "document", "score",
+        "meta_info"}` each. Errors as `encode`."""
+        encoding.check_top_n(top_n)
+        documents = list(documents)
+        call = self._pairs_call([(query, document) for document in documents], truncate)
+        return encoding.ranked(documents, call.outputs(call.future.result()), top_n)
+
+    def _texts_call(self, task: EncoderTask, prompt: Any, input_ids: Any, truncate: bool) -> encoding.EncoderCall:
+        self._check_encoder()
+        return encoding.texts_call(self._client, task, prompt, input_ids, truncate=truncate)
+
+    def _pairs_call(self, pairs: Any, truncate: bool) -> encoding.EncoderCall:
+        self._check_encoder()
+        return encoding.pairs_call(self._client, pairs, truncate=truncate)
+
+    def _check_encoder(self) -> None:
+        if self._client.info.get("kind") != "encoder":
+            raise encodes_nothing(self._client.info.get("architecture"))
 
     def _runs(
         self,

@@ -2,7 +2,8 @@
 
 Owns the arrays of a step on the device and the graphs. Called by the model runner. A decode step is hundreds of kernels
 of a few microseconds; launched one by one the host would be the slower of the two. A graph is captured per padded
-number of rows, at its first use; rows that fill a step up read nothing and write to a slot behind the pool.
+number of rows, at start or at its first use (`decode_graphs.py`); rows that fill a step up read nothing and write to a
+slot behind the pool. Tokens that the step before draws are read from where it puts them, when the step runs.
 
 Shapes: T tokens of the step, B rows of a decode step, P pages of all its sequences, R rows of logits.
 """
@@ -19,17 +20,15 @@ import torch
 
 from sgl.kernels.triton.attention import HostPlan, PagedPlan, num_splits
 from sgl.kernels.triton.sampling import follow
+from sgl.runtime.decode_graphs import INTEGERS_PER_ROW, PAGES_PER_ROW, graph_rows
 from sgl.runtime.plan import UNKNOWN, StepPlan
 
 if TYPE_CHECKING:
+    from sgl.runtime.device_clock import DeviceClock
     from sgl.runtime.model_runner import ForwardBatch, KVCache
     from sgl.runtime.models.registry import CausalLM
 
 Ids = npt.NDArray[np.int32]
-GRAPH_ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256)
-"""Numbers of rows that graphs are captured for."""
-_PAGES_PER_ROW = 8192
-"""Pages of a graph's sequences, per row, that there is room for; longer steps are launched kernel by kernel."""
 
 
 class Staging:
@@ -61,9 +60,10 @@ class GpuSteps:
     """Turns plans into forwards of one model.
 
     Args:
-        max_rows: the largest number of rows that graphs are captured for; 0 for none.
+        max_rows: of steps that graphs are captured for; 0 for none.
         max_drawn: rows of a step that draw, as many as graphs can follow.
         spare_slot: of the pool, for rows that fill a step up.
+        clock: times the forwards.
     """
 
     def __init__(
@@ -75,11 +75,13 @@ class GpuSteps:
         max_drawn: int,
         spare_slot: int,
         device: torch.device,
+        clock: DeviceClock,
     ) -> None:
         self._model = model
         self._cache = cache
+        self._clock = clock
         self._num_kv_heads = cache.layer(0)[0].shape[1]
-        self._rows = [rows for rows in GRAPH_ROWS if rows <= max_rows]
+        self._rows = graph_rows(max_rows)
         self._spare_slot = spare_slot
         self._device = device
         self._staging = Staging(device)
@@ -110,7 +112,11 @@ class GpuSteps:
             return self._eager(plan, token_ids, sources, host, drawn)
         if drawn is not None:
             self._drawn[: len(drawn)] = drawn
-        return graph.replay(token_ids, sources, host)
+        graph.fill(token_ids, sources, host)
+        self._clock.begin()
+        logits = graph.replay(len(token_ids))
+        self._clock.mark()
+        return logits
 
     def _eager(
         self, plan: StepPlan, token_ids: Ids, sources: Ids, host: HostPlan, drawn: torch.Tensor | None
@@ -123,13 +129,16 @@ class GpuSteps:
         names = list(vars(host))
         arrays = [token_ids, sources, np.array(logit_rows, dtype=np.int32), *vars(host).values()]
         ids, from_drawn, rows, *attention = self._staging.put(arrays)
+        self._clock.begin()
         if drawn is not None:
             follow(ids, from_drawn, drawn)
         splits = num_splits(len(host.single_rows), self._num_kv_heads)
         paged = PagedPlan(
             **dict(zip(names, attention, strict=True)), num_splits=splits, page_size=self._cache.page_size
         )
-        return self._model(_batch(ids, rows, paged), self._cache)
+        logits = self._model(_batch(ids, rows, paged), self._cache)
+        self._clock.mark()
+        return logits
 
     def _graph(self, plan: StepPlan, host: HostPlan) -> _DecodeGraph | None:
         """The graph for a step in which every sequence decodes one token; `None` for other steps."""
@@ -137,18 +146,20 @@ class GpuSteps:
         if num_rows != len(plan.chunks) or not all(chunk.logit_offsets for chunk in plan.chunks):
             return None
         rows = next((rows for rows in self._rows if rows >= num_rows), None)
-        if rows is None or len(host.pages) > rows * _PAGES_PER_ROW:
+        if rows is None or len(host.pages) > rows * PAGES_PER_ROW:
             return None
+        return self._captured(rows)
+
+    def capture(self, rows: Sequence[int]) -> None:
+        """Have the graphs for these numbers of rows before they are needed. The largest comes first: the others find
+        their memory in its."""
+        for each in sorted(rows, reverse=True):
+            self._captured(each)
+
+    def _captured(self, rows: int) -> _DecodeGraph:
         if rows not in self._graphs:
-            graph = _DecodeGraph(
-                self._model,
-                self._cache,
-                rows,
-                num_splits(rows, self._num_kv_heads),
-                self._spare_slot,
-                self._staging,
-                self._drawn,
-            )
+            splits = num_splits(rows, self._num_kv_heads)
+            graph = _DecodeGraph(self._model, self._cache, rows, splits, self._spare_slot, self._staging, self._drawn)
             self._pool = graph.capture(self._pool)
             self._graphs[rows] = graph
         return self._graphs[rows]
@@ -174,7 +185,7 @@ class _DecodeGraph:
         self._staging = staging
         device = cache.layer(0)[0].device
         self._drawn = drawn
-        self._integers = torch.zeros(rows * (6 + _PAGES_PER_ROW), dtype=torch.int32, device=device)
+        self._integers = torch.zeros(rows * INTEGERS_PER_ROW, dtype=torch.int32, device=device)
         ids, sources, positions, slots, pages, lengths = (self._integers[i * rows : (i + 1) * rows] for i in range(6))
         slots.fill_(spare_slot)
         sources.fill_(-1)
@@ -214,8 +225,8 @@ class _DecodeGraph:
         follow(self._ids, self._sources, self._drawn)
         return self._model(self._batch, self._cache)
 
-    def replay(self, token_ids: Ids, sources: Ids, host: HostPlan) -> torch.Tensor:
-        """Logits of the rows that are not there to fill up; overwritten by the next step."""
+    def fill(self, token_ids: Ids, sources: Ids, host: HostPlan) -> None:
+        """Send a step's integers."""
         filling = self._num_rows - len(token_ids)
         arrays = [
             np.pad(array, (0, filling), constant_values=value)
@@ -229,8 +240,11 @@ class _DecodeGraph:
             )
         ]
         self._staging.put([*arrays, host.pages], self._integers)
+
+    def replay(self, num_rows: int) -> torch.Tensor:
+        """Logits of the first rows, the others being there to fill up; overwritten by the next step."""
         self._graph.replay()
-        return self._logits[: len(token_ids)]
+        return self._logits[:num_rows]
 
 
 def _batch(ids: torch.Tensor, rows: torch.Tensor, plan: PagedPlan) -> ForwardBatch:

@@ -24,6 +24,7 @@ from sgl.kernels.workspace import (
     prefill_attention_bytes,
 )
 from sgl.limits import DEFAULT_LIMITS
+from sgl.runtime.decode_graphs import early_rows, graph_bytes, graph_rows
 from sgl.runtime.numerics import Kernels, Quantization
 
 if TYPE_CHECKING:
@@ -140,6 +141,7 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
     pool_tokens: int
     max_running_requests: int
     chunked_prefill_size: int
+    cuda_graph_max_bs_decode: int = 0
 
     @classmethod
     def of(cls, config: ResolvedConfig) -> Sizes:
@@ -153,6 +155,7 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
             pool_tokens=config.pool_tokens,
             max_running_requests=config.max_running_requests,
             chunked_prefill_size=config.chunked_prefill_size,
+            cuda_graph_max_bs_decode=config.cuda_graph_max_bs_decode,
         )
 
 
@@ -205,6 +208,7 @@ def plan_memory(sizes: Sizes, facts: Facts, static_share: float | None = None) -
         _activations(sizes, facts),
         _attention(sizes, facts),
         _logits(sizes, facts),
+        *_graphs(sizes, facts),
     )
     available, source = (facts.cuda_bytes, "CUDA free") if cuda else (facts.available_bytes, facts.available_source)
     return MemoryPlan(
@@ -298,6 +302,19 @@ def _logits(sizes: Sizes, facts: Facts) -> MemoryItem:
     total = facts.vocab_size * (rows * (4 + half) + scored * _SCORED_ROW + sampled * _SAMPLED_ROW)
     why = f"{rows} rows of {facts.vocab_size}, up to {scored} scored and {sampled} sampled at once"
     return MemoryItem("logits", total, "serving", why)
+
+
+def _graphs(sizes: Sizes, facts: Facts) -> tuple[MemoryItem, ...]:
+    """Recorded decoding steps, the whole of them, whether recorded at start or when they are needed."""
+    most = sizes.cuda_graph_max_bs_decode
+    if not most:
+        return ()
+    early, rows = early_rows(most), graph_rows(most)
+    why = (
+        f"logits and integers of steps of up to {rows[-1]} rows: {len(early)} are recorded at start "
+        f"({', '.join(map(str, early))}), {len(rows) - len(early)} at their first use"
+    )
+    return (MemoryItem("CUDA graphs", graph_bytes(most, facts.vocab_size), "serving", why),)
 
 
 # --- when it does not fit ---------------------------------------------------------------------------------------------

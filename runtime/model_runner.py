@@ -27,6 +27,7 @@ from sgl.runtime.models.registry import CausalLM, ModelConfig
 from sgl.runtime.plan import PageCopy, StepPlan
 
 if TYPE_CHECKING:
+    from sgl.runtime.device_clock import DeviceClock
     from sgl.runtime.gpu_steps import GpuSteps
 
 
@@ -128,12 +129,19 @@ class ModelRunner:
         model: loaded weights, on `resolved.device`.
         model_config: its shape.
         resolved: sizes of the pool, dtype, device, threads.
+        device_clock: times forwards on a GPU.
 
     Raises:
         ConfigError: the pool does not fit in memory.
     """
 
-    def __init__(self, model: CausalLM, model_config: ModelConfig, resolved: ResolvedConfig) -> None:
+    def __init__(
+        self,
+        model: CausalLM,
+        model_config: ModelConfig,
+        resolved: ResolvedConfig,
+        device_clock: DeviceClock | None = None,
+    ) -> None:
         if resolved.device == "cpu":
             torch.set_num_threads(resolved.num_threads)
         if resolved.kernels == "native":
@@ -162,16 +170,24 @@ class ModelRunner:
         self.cache = KVCache(model_config, num_pages, resolved.page_size, dtype, self.device)
         self._gpu_steps: GpuSteps | None = None
         if triton:
+            from sgl.runtime.device_clock import DeviceClock
             from sgl.runtime.gpu_steps import GpuSteps
 
             self._gpu_steps = GpuSteps(
                 model,
                 self.cache,
-                max_rows=resolved.max_running_requests,
+                max_rows=resolved.cuda_graph_max_bs_decode,
                 max_drawn=resolved.max_running_requests + 1,
                 spare_slot=resolved.num_pages * resolved.page_size,
                 device=self.device,
+                clock=device_clock or DeviceClock(),
             )
+
+    @torch.inference_mode()
+    def capture(self, rows: Sequence[int]) -> None:
+        """Record the decoding steps of so many rows before they are needed, where steps are recorded at all."""
+        if self._gpu_steps is not None:
+            self._gpu_steps.capture(rows)
 
     @torch.inference_mode()
     def forward(self, plan: StepPlan, drawn: torch.Tensor | None = None) -> torch.Tensor:

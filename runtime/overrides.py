@@ -20,10 +20,11 @@ from sgl.runtime.memory_plan import Sizes, largest, plan_memory, size_text
 
 _STEP_FIELDS = ("max_running_requests", "chunked_prefill_size")
 """Sizes of a step; the memory plan holds for those that the engine started with, and must hold for others."""
+_CONFIG_FIELDS = (*_STEP_FIELDS, "disable_overlap_schedule")
 _LIMIT_FIELDS = ("max_queue", "max_queue_s")
 
-OVERRIDABLE = (*_STEP_FIELDS, *_LIMIT_FIELDS, "log_level")
-"""Fields that may change: sizes of a step, bounds of the queue, and what the worker logs."""
+OVERRIDABLE = (*_CONFIG_FIELDS, *_LIMIT_FIELDS, "log_level")
+"""Fields that may change: sizes of a step, whether steps overlap, bounds of the queue, and what the worker logs."""
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,7 +36,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
     def value(self, field: str) -> Any:
         """What holds now for a field of `OVERRIDABLE`."""
-        if field in _STEP_FIELDS:
+        if field in _CONFIG_FIELDS:
             return getattr(self.config, field)
         return getattr(self.limits, field) if field in _LIMIT_FIELDS else self.log_level
 
@@ -61,11 +62,11 @@ def override(
         RuntimeOverride(field=field, value=value, was=settings.value(field), why=why, at=at)
         for field, value in checked.items()
     )
-    step = {field: value for field, value in checked.items() if field in _STEP_FIELDS}
+    step = {field: value for field, value in checked.items() if field in _CONFIG_FIELDS}
     bounds = {field: value for field, value in checked.items() if field in _LIMIT_FIELDS}
     config = msgspec.structs.replace(settings.config, **step)
     for field, value in step.items():
-        if value > getattr(settings.config, field):
+        if field in _STEP_FIELDS and value > getattr(settings.config, field):
             _check_memory(config, field)
     return (
         Settings(

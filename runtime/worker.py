@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import faulthandler
 import gc
+import importlib
 import logging
 import os
 import shutil
@@ -19,7 +20,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
 from functools import partial
 from io import FileIO
@@ -36,11 +37,19 @@ from sgl.lang.graph import PROTOCOL, Event, FailedEvent, StateText
 from sgl.runtime import rendezvous
 from sgl.runtime.config import EngineConfig, Facts, ResolvedConfig, RuntimeOverride, config_from_mapping, resolve
 from sgl.runtime.core import EngineCore
+from sgl.runtime.decode_graphs import early_rows
+from sgl.runtime.encoding import encodes_nothing
 from sgl.runtime.failures import internal_error
 from sgl.runtime.faults import SWITCH, parse_faults
+from sgl.runtime.loading.checkpoint import open_checkpoint
+from sgl.runtime.loading.encoder_checkpoint import EncoderCheckpoint, encoder_checkpoint
+from sgl.runtime.loading.sources import ModelSource, locate
 from sgl.runtime.logs import forward_worker_logs, set_worker_level
+from sgl.runtime.memory_plan import BYTES_OF
 from sgl.runtime.messages import (
     Cancel,
+    Encode,
+    EncodeReply,
     Events,
     Failed,
     FlushCache,
@@ -68,7 +77,7 @@ from sgl.runtime.messages import (
     unpack_to_worker,
 )
 from sgl.runtime.overrides import Settings, override
-from sgl.runtime.processors import load_processors
+from sgl.runtime.processors import LogitProcessor, load_processors
 from sgl.runtime.program_jobs import job_threads
 from sgl.runtime.sampling_defaults import model_defaults
 from sgl.runtime.text.tokenizer import Tokenizer
@@ -76,6 +85,9 @@ from sgl.runtime.trace import Tracer
 from sgl.runtime.watchdog import Watchdog
 
 if TYPE_CHECKING:
+    from sgl.runtime.device_clock import DeviceClock
+    from sgl.runtime.model_runner import ModelRunner
+    from sgl.runtime.models.registry import ModelConfig
     from sgl.runtime.sampler import Sampler
 
 _JOB_THREADS = 4
@@ -117,7 +129,12 @@ class Worker:
             raise InternalError(f"the client does not speak protocol {PROTOCOL}")
         config = config_from_mapping(hello.config)
         self._watchdog = Watchdog(config.watchdog_timeout, self._stacks)
-        self._core, info = self._start(config, hello)
+        self._open_logs(config, hello)
+        source = find_model(config, self._progress)
+        if (encoder := encoder_checkpoint(source)) is not None:
+            self._serve_encoder(config, encoder)
+            return
+        self._core, info = self._start(config, source)
         self._send(Ready(epoch=self._core.epoch, info=info))
         while True:
             if self._core.has_work:
@@ -134,11 +151,40 @@ class Worker:
             self._core.step()
             self._flush_events()
 
-    def _start(self, config: EngineConfig, hello: Hello) -> tuple[EngineCore, dict[str, Any]]:
+    def _serve_encoder(self, config: EngineConfig, checkpoint: EncoderCheckpoint) -> None:
+        """The same loop around the core of an encoder."""
+        self._progress(IMPORTING)
+        from sgl.runtime.encoder_start import build_encoder
+
+        core, info = build_encoder(
+            config, checkpoint, executor=job_threads(_JOB_THREADS), wake=self._wake, progress=self._progress
+        )
+        self._send(Ready(epoch=core.epoch, info=info))
+        while True:
+            if not core.has_work:
+                self._watchdog.idle()
+            self._poller.poll(0 if core.has_work else None)
+            self._watchdog.busy()
+            self._drain_wakes()
+            self._flush_logs()
+            while self._socket.poll(0):
+                message = unpack_to_worker(self._socket.recv())
+                if isinstance(message, Shutdown):
+                    return
+                if not isinstance(message, Refused):
+                    self._note(message)
+                core.handle(message)
+            core.step()
+            for reply in core.take_replies():
+                self._send(reply)
+
+    def _open_logs(self, config: EngineConfig, hello: Hello) -> None:
         if config.message_log is not None:
             self._message_log = _open_log(config.message_log)
         self._logs = forward_worker_logs(config.log_level, self._on_log)
         self._note(hello)
+
+    def _start(self, config: EngineConfig, source: ModelSource) -> tuple[EngineCore, dict[str, Any]]:
         # What is loaded stays: searching it for garbage takes a tenth of the start, and would take time of later steps.
         gc.disable()
         core, info = build_core(
@@ -147,6 +193,7 @@ class Worker:
             executor=job_threads(_JOB_THREADS),
             wake=self._wake,
             progress=self._progress,
+            source=source,
         )
         gc.freeze()
         gc.enable()
@@ -241,6 +288,9 @@ class Worker:
                 return False
             case Refused():
                 self._refuse(message)
+            case Encode():
+                error = encodes_nothing("a decoder").to_info()
+                self._send(EncodeReply(request=message.request, error=error))
             case Hello():
                 raise InternalError("the client said hello twice")
         return True
@@ -297,6 +347,23 @@ class Worker:
         return int(min(max(0.0, deadline - self._core.now()), _LONGEST_POLL_S) * 1000) + 1
 
 
+def find_model(config: EngineConfig, progress: Callable[[str], None] = lambda text: None) -> ModelSource:
+    """The model that `config` names, fetched if need be. Raises as `locate`."""
+    progress(f"opening {config.model_path}")
+
+    def downloading(done: int, total: int | None) -> None:
+        whole = f" of {total / 2**20:.0f}" if total else ""
+        progress(f"fetching {config.model_path}: {done / 2**20:.0f}{whole} MiB")
+
+    return locate(
+        config.model_path,
+        load_format=config.load_format,
+        offline=config.offline,
+        revision=config.revision,
+        progress=downloading,
+    )
+
+
 def build_core(
     config: EngineConfig,
     *,
@@ -305,6 +372,7 @@ def build_core(
     wake: Callable[[], None] = lambda: None,
     progress: Callable[[str], None] = lambda text: None,
     kind: type[EngineCore] = EngineCore,
+    source: ModelSource | None = None,
 ) -> tuple[EngineCore, dict[str, Any]]:
     """Load a model and put an engine core on it, in this process.
 
@@ -312,6 +380,7 @@ def build_core(
         emit, executor, wake: as `EngineCore` takes them.
         progress: gets a line for each phase.
         kind: the core's class, for those who watch it from within.
+        source: the model, where it has been found already.
 
     Returns:
         The core, and what `server_info` shows.
@@ -324,23 +393,8 @@ def build_core(
     if config.fault_points is not None:
         faults = parse_faults(config.fault_points, allowed=environment.read(SWITCH) == "1")
 
-    from sgl.runtime.loading.checkpoint import open_checkpoint
-    from sgl.runtime.loading.sources import locate
-
     processors = load_processors(config.logit_processors)
-    progress(f"opening {config.model_path}")
-
-    def downloading(done: int, total: int | None) -> None:
-        whole = f" of {total / 2**20:.0f}" if total else ""
-        progress(f"fetching {config.model_path}: {done / 2**20:.0f}{whole} MiB")
-
-    source = locate(
-        config.model_path,
-        load_format=config.load_format,
-        offline=config.offline,
-        revision=config.revision,
-        progress=downloading,
-    )
+    source = source or find_model(config, progress)
     checkpoint = open_checkpoint(source, config.json_model_override_args, config.model_impl)
     defaults = model_defaults(checkpoint.folder) if config.sampling_defaults == "model" else {}
     path = config.tokenizer_path
@@ -353,7 +407,7 @@ def build_core(
 
     # Imported here: torch takes seconds, and a wrong option, name or file has been told before.
     progress(IMPORTING)
-    from sgl.runtime.model_runner import ModelRunner
+    importlib.import_module("sgl.runtime.model_runner")
 
     progress(f"planning {source.name}")
     resolved = _resolve_and_load_kernels(config, checkpoint.facts(), progress)
@@ -370,8 +424,10 @@ def build_core(
         kernels=resolved.kernels,
         quantization=resolved.quantization,
     )
-    runner = ModelRunner(model, checkpoint.config, resolved)
-    sampler = _sampler_class(resolved)(tokenizer.vocab_size, processors)
+    runner, sampler, device_clock = _put_to_work(model, checkpoint.config, resolved, tokenizer, processors)
+    if early := early_rows(resolved.cuda_graph_max_bs_decode):
+        progress(f"recording decoding steps of {', '.join(map(str, early))} rows")
+        runner.capture(early)
     tracer = Tracer(config.trace_file, time.monotonic) if config.trace_file is not None else None
     core = kind(
         resolved,
@@ -383,9 +439,11 @@ def build_core(
         wake=wake,
         processors=processors,
         tracer=tracer,
+        device_clock=device_clock,
         faults=faults,
     )
     info = {
+        "kind": "decoder",
         "model": source.name,
         "model_path": str(source.path) if source.path else source.name,
         "architecture": checkpoint.config.architecture,
@@ -395,20 +453,39 @@ def build_core(
         "formats": _formats(tokenizer),
         "logit_processors": sorted(processors),
         "resolved": msgspec.to_builtins(resolved),
+        "step_weights_bytes": _step_weights_bytes(checkpoint.config, resolved),
         "overrides": [],
     }
     return core, info
 
 
-def _sampler_class(resolved: ResolvedConfig) -> type[Sampler]:
-    """Where Triton's kernels compute, tokens are drawn by one of them, and the host need not wait."""
+def _put_to_work(
+    model: Any,
+    model_config: ModelConfig,
+    resolved: ResolvedConfig,
+    tokenizer: Tokenizer,
+    processors: Mapping[str, LogitProcessor],
+) -> tuple[ModelRunner, Sampler, DeviceClock | None]:
+    """What computes steps and draws tokens. Where Triton's kernels compute, one of them draws, so that the host need
+    not wait, and the device is timed."""
+    from sgl.runtime.model_runner import ModelRunner
     from sgl.runtime.sampler import Sampler
 
     if resolved.kernels != "triton":
-        return Sampler
+        return ModelRunner(model, model_config, resolved), Sampler(tokenizer.vocab_size, processors), None
+    from sgl.runtime.device_clock import DeviceClock
     from sgl.runtime.device_sampler import DeviceSampler
 
-    return DeviceSampler
+    clock = DeviceClock()
+    runner = ModelRunner(model, model_config, resolved, clock)
+    return runner, DeviceSampler(tokenizer.vocab_size, processors, clock), clock
+
+
+def _step_weights_bytes(config: ModelConfig, resolved: ResolvedConfig) -> int:
+    """Bytes of weights that a decoding step reads: of an embedding that is not the head, only its rows' own."""
+    if config.tie_word_embeddings or resolved.quantization != "none":
+        return resolved.weights_bytes
+    return resolved.weights_bytes - config.vocab_size * config.hidden_size * BYTES_OF[resolved.dtype]
 
 
 def _formats(tokenizer: Tokenizer) -> dict[str, str | None]:

@@ -24,7 +24,7 @@ DENIED = -2
 FIELDS = 7
 """Numbers per drawn row: its row of logits, that of its mask (-1: none), temperature (0: greedy), top-k (0: off),
 top-p, min-p, uniform number."""
-_BLOCK = 4096
+_BLOCK = 8192
 
 
 @triton.jit
@@ -63,18 +63,21 @@ def _draw(
     min_p = tl.load(fields + 5 * B + b).to(tl.float32)
     uniform = tl.load(fields + 6 * B + b)
 
-    best = float("-inf")
-    raw_best = float("-inf")
-    best_id = 0
-    num_nan = 0
+    # Kept per lane of a block and put together at the end, so that nothing waits within a pass.
+    top = tl.full((BLOCK,), float("-inf"), dtype=tl.float32)
+    top_ids = tl.zeros((BLOCK,), dtype=tl.int32)
+    raw_top = tl.full((BLOCK,), float("-inf"), dtype=tl.float32)
+    nans = tl.zeros((BLOCK,), dtype=tl.int32)
     for first in range(0, V, BLOCK):
         raw, x, ids = _logits(row, row_words, masked, first, V, BLOCK)
-        num_nan += tl.sum((raw != raw).to(tl.int32), axis=0)
-        raw_best = tl.maximum(raw_best, tl.max(raw, axis=0))
-        largest = tl.max(x, axis=0)
-        here = tl.min(tl.where(x == largest, ids, V), axis=0)
-        best_id = tl.where(largest > best, here, best_id)
-        best = tl.maximum(best, largest)
+        nans |= (raw != raw).to(tl.int32)
+        raw_top = tl.maximum(raw_top, raw)
+        top_ids = tl.where(x > top, ids, top_ids)
+        top = tl.maximum(top, x)
+    best = tl.max(top, axis=0)
+    best_id = tl.min(tl.where(top == best, top_ids, V), axis=0)
+    num_nan = tl.sum(nans, axis=0)
+    raw_best = tl.max(raw_top, axis=0)
     code = best_id
     if (num_nan > 0) | (raw_best == float("-inf")):
         code = -1
@@ -104,68 +107,70 @@ def _random(
     BLOCK: tl.constexpr,
 ):
     """The token of a row whose largest logit `best` is finite."""
+    scale = 1.0 / temperature
     # Weights are probabilities but for a factor: that of the most probable token is 1.
     wanted_mass = tl.full((), float("inf"), dtype=tl.float64)
     wanted_count = tl.where(top_k > 0, top_k, 2147483647)
     threshold = tl.full((), float("-inf"), dtype=tl.float32)
     if (top_k > 0) | (top_p < 1.0):
-        whole = tl.zeros((), dtype=tl.float64)
-        low = best  # the smallest logit that has a weight
+        masses = tl.zeros((BLOCK,), dtype=tl.float32)
+        least = tl.zeros((BLOCK,), dtype=tl.float32) + best
         for first in range(0, V, BLOCK):
             _, x, _ = _logits(row, words, masked, first, V, BLOCK)
-            whole += tl.sum(tl.exp((x - best) / temperature), axis=0).to(tl.float64)
-            low = tl.minimum(low, tl.min(tl.where(x > float("-inf"), x, best), axis=0))
+            masses += tl.exp((x - best) * scale)
+            least = tl.minimum(least, tl.where(x > float("-inf"), x, best))
+        low = tl.min(least, axis=0)  # the smallest logit that has a weight
         if top_p < 1.0:
-            wanted_mass = whole * top_p
+            wanted_mass = tl.sum(masses.to(tl.float64), axis=0) * top_p
         # The largest logit from which on upwards there is enough. `low` is one that is low enough, unless none is;
         # `high` is the largest that may be.
         high = best
         while low < high:
             middle = low + (high - low) / 2
             middle = tl.where(middle > low, middle, high)
-            mass = tl.zeros((), dtype=tl.float64)
-            count = 0
-            above = high
-            below = low
+            masses = tl.zeros((BLOCK,), dtype=tl.float32)
+            counts = tl.zeros((BLOCK,), dtype=tl.int32)
+            above = tl.zeros((BLOCK,), dtype=tl.float32) + high
+            below = tl.zeros((BLOCK,), dtype=tl.float32) + low
             for first in range(0, V, BLOCK):
                 _, x, _ = _logits(row, words, masked, first, V, BLOCK)
                 is_above = x >= middle
-                mass += tl.sum(tl.where(is_above, tl.exp((x - best) / temperature), 0.0), axis=0).to(tl.float64)
-                count += tl.sum(is_above.to(tl.int32), axis=0)
-                above = tl.minimum(above, tl.min(tl.where(is_above, x, high), axis=0))
-                below = tl.maximum(below, tl.max(tl.where(is_above, low, x), axis=0))
-            is_enough = (mass >= wanted_mass) | (count >= wanted_count)
-            low = tl.where(is_enough, above, low)
-            high = tl.where(is_enough, high, below)
+                masses += tl.where(is_above, tl.exp((x - best) * scale), 0.0)
+                counts += is_above.to(tl.int32)
+                above = tl.minimum(above, tl.where(is_above, x, high))
+                below = tl.maximum(below, tl.where(is_above, low, x))
+            is_enough = tl.sum(masses.to(tl.float64), axis=0) >= wanted_mass
+            is_enough |= tl.sum(counts, axis=0) >= wanted_count
+            low = tl.where(is_enough, tl.min(above, axis=0), low)
+            high = tl.where(is_enough, high, tl.max(below, axis=0))
         threshold = low
     # What is kept: all above the threshold, the first of those on it, nothing below.
-    mass = tl.zeros((), dtype=tl.float64)
-    count = 0
+    masses = tl.zeros((BLOCK,), dtype=tl.float32)
+    counts = tl.zeros((BLOCK,), dtype=tl.int32)
+    ties = tl.zeros((BLOCK,), dtype=tl.int32)
     for first in range(0, V, BLOCK):
         _, x, _ = _logits(row, words, masked, first, V, BLOCK)
-        weight = tl.exp((x - best) / temperature)
+        weight = tl.exp((x - best) * scale)
         is_above = (x > threshold) & (weight >= min_p)
-        mass += tl.sum(tl.where(is_above, weight, 0.0), axis=0).to(tl.float64)
-        count += tl.sum(is_above.to(tl.int32), axis=0)
-    tie = tl.exp((threshold - best) / temperature)
+        masses += tl.where(is_above, weight, 0.0)
+        counts += is_above.to(tl.int32)
+        ties += (x == threshold).to(tl.int32)
+    mass = tl.sum(masses.to(tl.float64), axis=0)
+    count = tl.sum(counts, axis=0)
+    tie = tl.exp((threshold - best) * scale)
     num_ties = 0
     if (threshold > float("-inf")) & (tie >= min_p):
         missing = tl.minimum((wanted_mass - mass) / tie, 2147483646.0)
         num_ties = tl.minimum(wanted_count - count, tl.ceil(missing).to(tl.int32))
     num_ties = tl.maximum(num_ties, (count == 0).to(tl.int32))
-    present = 0
-    if num_ties > 0:
-        for first in range(0, V, BLOCK):
-            _, x, _ = _logits(row, words, masked, first, V, BLOCK)
-            present += tl.sum((x == threshold).to(tl.int32), axis=0)
-    left = tl.minimum(num_ties, present)
+    left = tl.minimum(num_ties, tl.sum(ties, axis=0))
     target = uniform * (mass + left * tie.to(tl.float64))
     token = -1
     passed = tl.zeros((), dtype=tl.float64)
     for first in range(0, V, BLOCK):
         if token < 0:
             _, x, ids = _logits(row, words, masked, first, V, BLOCK)
-            weight = tl.exp((x - best) / temperature)
+            weight = tl.exp((x - best) * scale)
             is_tie = x == threshold
             is_above = (x > threshold) & (weight >= min_p)
             here = tl.minimum(tl.sum(is_tie.to(tl.int32), axis=0), left)
@@ -198,7 +203,7 @@ def draw(
     if num_rows:
         _draw[(num_rows,)](
             logits_RV, logits_RV.stride(0), fields_FB, words_MW, words_MW.stride(0) if words_MW.numel() else 0,
-            codes, ids, num_rows, vocab_size, BLOCK=_BLOCK, num_warps=8,
+            codes, ids, num_rows, vocab_size, BLOCK=_BLOCK, num_warps=16,
         )  # fmt: skip
     return codes, ids
 

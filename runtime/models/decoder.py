@@ -21,6 +21,7 @@ from sgl.runtime.models.fused import fused_layers
 from sgl.runtime.models.layers import Angles, Attention, Embedding, GatedMLP, Linear, RMSNorm, compute_alike, op_facts
 from sgl.runtime.models.registry import ModelConfig
 from sgl.runtime.models.rope import rotary_tables
+from sgl.runtime.models.triton_layers import product
 from sgl.runtime.numerics import Kernels
 
 if TYPE_CHECKING:
@@ -124,6 +125,7 @@ class DecoderForCausalLM(nn.Module):
         super().__init__()
         self.vocab_size = config.vocab_size
         self.logit_softcap = config.logit_softcap
+        self.scale_of_logits = self.logit_scale(config)
         self.model = Decoder(
             config,
             self.layer_class,
@@ -138,11 +140,17 @@ class DecoderForCausalLM(nn.Module):
             if config.tie_word_embeddings
             else Linear(config.hidden_size, config.vocab_size, bias=False, dtype=dtype, is_head=True)
         )
+        if kernels == "triton":
+            (self.lm_head or self.model.embed_tokens).product = product
         if deterministic:
             compute_alike(self)
 
     def embedding_scale(self, config: ModelConfig) -> float:
         """What the embedding's rows are multiplied by."""
+        return 1.0
+
+    def logit_scale(self, config: ModelConfig) -> float:
+        """What logits are multiplied by."""
         return 1.0
 
     def forward(self, batch: ForwardBatch, cache: KVCache) -> torch.Tensor:
@@ -153,6 +161,8 @@ class DecoderForCausalLM(nn.Module):
         x_RN = self.model.norm(x_TN[batch.logit_rows])
         head = self.model.embed_tokens.project if self.lm_head is None else self.lm_head
         logits_RV: torch.Tensor = head(x_RN).float()
+        if self.scale_of_logits != 1.0:
+            logits_RV.mul_(self.scale_of_logits)
         if self.logit_softcap:
             logits_RV.div_(self.logit_softcap).tanh_().mul_(self.logit_softcap)
         return logits_RV

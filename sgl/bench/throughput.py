@@ -6,8 +6,9 @@ at its first token. It is repeated until it lasts `TURN_S`, and the load of the 
 others disturbed is marked, and does not count as long as there is another.
 
 Bytes are what a step must read, not what a counter saw: all weights once, and keys and values of every row. On a GPU
-the rate of a large copy is measured beside, and says how quick a step could be (its floor). A path that the model or
-the machine does not allow has the engine's reason in its place, and no cells.
+the rate of a large copy is measured beside, and says how quick a step could be (its floor); the share of the time in
+which it waited for the host comes from the engine's own clock, and each cell is measured again with steps that do not
+overlap. A path that the model or the machine does not allow has the engine's reason in its place, and no cells.
 """
 
 from __future__ import annotations
@@ -48,7 +49,11 @@ class Sample(msgspec.Struct, frozen=True):
 
 
 class Cell(msgspec.Struct, frozen=True, kw_only=True):
-    """One place of the grid. Rates follow from the median of the clean samples; of all, if none is clean (`dirty`)."""
+    """One place of the grid. Rates follow from the median of the clean samples; of all, if none is clean (`dirty`).
+
+    On a GPU: `host_gap` is the share of the time in which it waited for the host, `plain_step_s` a step where the host
+    looks at each result before it begins the next.
+    """
 
     path: str
     rows: int
@@ -59,6 +64,8 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
     kv_bytes_per_s: float
     dirty: bool
     samples: tuple[Sample, ...]
+    host_gap: float | None = None
+    plain_step_s: float | None = None
 
 
 class PathRun(msgspec.Struct, frozen=True, kw_only=True):
@@ -126,7 +133,9 @@ def run(
         with engine:
             resolved = engine.server_info()["resolved"]
             names = ("dtype", "quantization", "kernels", "num_threads", "weights_bytes", "kv_bytes_per_token")
-            runs.append(PathRun(path=path.name, resolved={name: resolved[name] for name in names}))
+            shown = {name: resolved[name] for name in names}
+            shown["step_weights_bytes"] = engine.server_info()["step_weights_bytes"]
+            runs.append(PathRun(path=path.name, resolved=shown))
             for context in contexts:
                 cells += _measure(path, engine, context, rows, new_tokens, plan, sampler, progress)
     return ThroughputReport(
@@ -170,9 +179,30 @@ def _measure(
             first = generate(engine, prompts[:count], 1)
             return (generate(engine, prompts[:count], new_tokens) - first) / (new_tokens - 1)
 
+        before = engine.stats()
         samples = take(call, sampler, plan)
-        cells.append(cell(path.name, count, context, new_tokens, samples, info["resolved"]))
+        sizes = {**info["resolved"], "weights_bytes": info["step_weights_bytes"]}
+        made = cell(path.name, count, context, new_tokens, samples, sizes)
+        host_gap = waited(before, engine.stats())
+        if host_gap is not None and not info["resolved"]["disable_overlap_schedule"]:
+            engine.override(disable_overlap_schedule=True, why="sgl bench throughput compares")
+            plain = cell(path.name, count, context, new_tokens, take(call, sampler, plan), sizes)
+            engine.override(disable_overlap_schedule=False, why="sgl bench throughput has compared")
+            made = msgspec.structs.replace(made, plain_step_s=plain.step_s)
+        cells.append(msgspec.structs.replace(made, host_gap=host_gap))
     return cells
+
+
+def waited(before: Mapping[str, float], after: Mapping[str, float]) -> float | None:
+    """The share of the time between two `Engine.stats()` in which the device waited for the host; `None` where it is
+    not measured.
+
+    Example:
+        >>> waited({"device_busy_s": 1.0, "device_idle_s": 0.5}, {"device_busy_s": 4.0, "device_idle_s": 1.5})
+        0.25
+    """
+    busy, idle = (after[name] - before[name] for name in ("device_busy_s", "device_idle_s"))
+    return idle / (busy + idle) if busy > 0 else None
 
 
 def generate(engine: Engine, prompts: list[list[int]], new_tokens: int) -> float:

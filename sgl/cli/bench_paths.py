@@ -138,7 +138,7 @@ def _show_throughput(report: ThroughputReport) -> None:
         print(f"{ceilings.card}: {rates}, in this run")
     print()
     show_table(
-        ("PATH", "ROWS", "CONTEXT", "STEP", "FLOOR", "TOKENS/S", "WEIGHTS", "KEYS, VALUES", "CLEAN"),
+        ("PATH", "ROWS", "CONTEXT", "STEP", "FLOOR", "GAP", "OVERLAP", "TOKENS/S", "WEIGHTS", "KEYS, VALUES", "CLEAN"),
         [
             (
                 cell.path,
@@ -146,6 +146,8 @@ def _show_throughput(report: ThroughputReport) -> None:
                 str(cell.context),
                 f"{cell.step_s * 1e3:.3g} ms",
                 f"{(cell.weight_bytes_per_s + cell.kv_bytes_per_s) / ceilings.bytes_per_s:.1%}" if ceilings else "-",
+                f"{cell.host_gap:.2%}" if cell.host_gap is not None else "-",
+                f"{cell.plain_step_s / cell.step_s:.3f}x" if cell.plain_step_s is not None else "-",
                 f"{cell.tokens_per_s:.4g}",
                 f"{cell.weight_bytes_per_s / GB:.3g} GB/s",
                 f"{cell.kv_bytes_per_s / GB:.3g} GB/s",
@@ -156,4 +158,5 @@ def _show_throughput(report: ThroughputReport) -> None:
         ],
     )
     print("\nmedians of the clean samples; dirty: of all, since none was clean. Bytes are those that a step must read;")
-    print("floor: what reading them at the rate of the copy would take, of the step")
+    print("floor: what reading them at the rate of the copy would take, of the step; gap: what the GPU waited for the")
+    print("host; overlap: the step without it, as a multiple")

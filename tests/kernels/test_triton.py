@@ -133,7 +133,7 @@ def test_few_rows_are_split_and_many_are_not() -> None:
     assert attention.num_splits(64, 8) == attention.num_splits(256, 8) == 1
 
 
-VOCAB = 128_256 if HAS_GPU else 4500
+VOCAB = 128_256 if HAS_GPU else 9000
 """More than one block of the drawing kernel."""
 
 

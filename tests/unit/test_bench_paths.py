@@ -114,5 +114,6 @@ def test_the_grid_of_the_toy_model(command: Command, monkeypatch: pytest.MonkeyP
     for cell in report["cells"]:
         step_s = cell["step_s"]
         assert math.isclose(cell["tokens_per_s"] * step_s, cell["rows"])
-        assert math.isclose(cell["weight_bytes_per_s"] * step_s, ran["resolved"]["weights_bytes"])
+        assert math.isclose(cell["weight_bytes_per_s"] * step_s, ran["resolved"]["step_weights_bytes"])
+        assert ran["resolved"]["step_weights_bytes"] < ran["resolved"]["weights_bytes"]  # an embedding is looked up
     assert command("bench", "throughput", "dummy", "--path", "native-int9")[0] == 1
