@@ -1,0 +1,442 @@
+"""`sgl bench serve`: load on a server, as clients see it.
+
+Owns the load (closed: so many clients, each with its next request when the last is answered; open: requests at a rate,
+whatever became of those before), what is noted of each request, and the comparison of HTTP with the same requests to
+the same kind of engine in process. The server is a process of its own (`sgl serve`), or one that runs already: any that
+speaks OpenAI's completions. Prompts are token ids and lengths are forced, so that every run asks for the same work.
+
+Traffic is bounded by the number of requests. A request that fails is counted, never repeated.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import re
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import httpx2
+import msgspec
+
+from sgl.bench.harness import PairPlan, measure_pairs
+from sgl.bench.load import ProcSampler, Sampler, least_busy
+from sgl.bench.pairs import Pair, Result, summarise
+from sgl.bench.prompts import Prompts
+from sgl.bench.provenance import Provenance, provenance, side_variables
+from sgl.errors import BenchError
+from sgl.runtime.config import EngineConfig, config_from_mapping
+from sgl.runtime.engine import Engine
+from sgl.runtime.loading.facts import cpu_count
+
+START_S = 300.0
+"""Longest wait for a server that starts: it may have to load a large model."""
+_READY = re.compile(r"sgl is ready: (?P<model>.*) on (?P<url>http://\S+)")
+
+
+class Load(msgspec.Struct, frozen=True, kw_only=True):
+    """What is asked of a server.
+
+    Args:
+        requests: how many in all.
+        clients: at a time, for a closed loop.
+        rate: requests per second, at random (Poisson), for an open loop in place of `clients`.
+        prompt_tokens, new_tokens: of each request; `shared_tokens` of the prompt are those of its group.
+        groups: of requests that share the beginning of their prompts.
+        stream: read answers as they come, which gives the times of tokens.
+    """
+
+    requests: int = 64
+    clients: int = 8
+    rate: float | None = None
+    prompt_tokens: int = 128
+    new_tokens: int = 32
+    shared_tokens: int = 0
+    groups: int = 1
+    stream: bool = True
+    seed: int = 0
+
+    def prompts(self, vocab_size: int) -> list[list[int]]:
+        """The prompt of each request."""
+        source = Prompts(vocab_size, self.seed)
+        shared = source.take(self.groups, self.shared_tokens)
+        own = source.take(self.requests, max(self.prompt_tokens - self.shared_tokens, 1))
+        return [[*shared[index % self.groups], *ids] for index, ids in enumerate(own)]
+
+    def arrivals(self) -> list[float]:
+        """When each request is sent, in seconds from the start; all at once for a closed loop."""
+        if self.rate is None:
+            return [0.0] * self.requests
+        gaps = random.Random(self.seed)
+        now, times = 0.0, []
+        for _ in range(self.requests):
+            times.append(now)
+            now += gaps.expovariate(self.rate)
+        return times
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """One request: when its pieces came (seconds from sending), how many tokens it had, or what was wrong."""
+
+    pieces_s: tuple[float, ...]
+    end_s: float
+    tokens: int
+    error: str = ""
+
+
+class Percentiles(msgspec.Struct, frozen=True):
+    """Of seconds."""
+
+    mean: float
+    p50: float
+    p90: float
+    p99: float
+
+    @staticmethod
+    def of(values: Sequence[float]) -> Percentiles | None:
+        """None of nothing.
+
+        Example:
+            >>> Percentiles.of([1.0, 2.0, 3.0]).p50
+            2.0
+        """
+        if not values:
+            return None
+        ranked = sorted(values)
+
+        def at(share: float) -> float:
+            return ranked[min(int(share * len(ranked)), len(ranked) - 1)]
+
+        return Percentiles(statistics.fmean(ranked), statistics.median(ranked), at(0.9), at(0.99))
+
+
+class ServeReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What `sgl bench serve` prints.
+
+    Attributes:
+        good: requests that kept both objectives (`ttft_s`, `token_s`) or all that succeeded without objectives.
+        errors: how often each was met.
+    """
+
+    url: str
+    model: str
+    load: Load
+    seconds: float
+    succeeded: int
+    good: int
+    errors: dict[str, int]
+    requests_per_s: float
+    input_tokens_per_s: float
+    output_tokens_per_s: float
+    good_requests_per_s: float
+    ttft_s: Percentiles | None
+    token_s: Percentiles | None
+    whole_s: Percentiles | None
+
+
+class OfflineReport(msgspec.Struct, frozen=True, kw_only=True):
+    """HTTP against the same requests in process; the ratio is in-process time over HTTP's time (1 is as fast)."""
+
+    model: str
+    load: Load
+    engine: dict[str, Any]
+    provenance: Provenance
+    result: Result
+    pairs: tuple[Pair, ...]
+
+
+# --- load -----------------------------------------------------------------------------------------------------------
+
+
+def measure(
+    url: str,
+    load: Load,
+    *,
+    vocab_size: int,
+    model: str | None = None,
+    api_key: str | None = None,
+    ttft_s: float | None = None,
+    token_s: float | None = None,
+    progress: Callable[[int], None] = lambda done: None,
+) -> ServeReport:
+    """Put a load on a server and report what its clients saw.
+
+    Args:
+        ttft_s, token_s: objectives for the time to the first token and between two.
+        progress: is told how many requests are answered.
+
+    Raises:
+        BenchError: the server cannot be asked which model it has.
+    """
+    name = model or served_model(url, api_key)
+    start = time.perf_counter()
+    answers = asyncio.run(_generate(url, load, load.prompts(vocab_size), name, api_key, progress))
+    return report_of(url, name, load, answers, time.perf_counter() - start, ttft_s=ttft_s, token_s=token_s)
+
+
+def served_model(url: str, api_key: str | None = None) -> str:
+    """The model that a server has.
+
+    Raises:
+        BenchError: it does not answer as OpenAI's API does.
+    """
+    try:
+        found = httpx2.get(f"{url}/v1/models", headers=_headers(api_key), timeout=30, trust_env=False)
+        return str(found.json()["data"][0]["id"])
+    except (httpx2.HTTPError, ValueError, KeyError, IndexError) as error:
+        raise BenchError(
+            f"{url} does not answer as OpenAI's API does ({type(error).__name__})",
+            hint="check the URL and the key",
+        ) from None
+
+
+async def _generate(
+    url: str,
+    load: Load,
+    prompts: Sequence[list[int]],
+    model: str,
+    api_key: str | None,
+    progress: Callable[[int], None],
+) -> list[Answer]:
+    slots = asyncio.Semaphore(load.clients if load.rate is None else load.requests)
+    done = 0
+
+    async def one(prompt: list[int], at_s: float) -> Answer:
+        nonlocal done
+        await asyncio.sleep(max(at_s - (time.perf_counter() - start), 0))
+        async with slots:
+            answer = await _request(client, load, prompt, model)
+        done += 1
+        progress(done)
+        return answer
+
+    limits = httpx2.Limits(max_connections=None, max_keepalive_connections=load.requests)
+    async with httpx2.AsyncClient(
+        base_url=url, headers=_headers(api_key), limits=limits, timeout=None, trust_env=False
+    ) as client:
+        start = time.perf_counter()
+        return list(await asyncio.gather(*map(one, prompts, load.arrivals())))
+
+
+async def _request(client: httpx2.AsyncClient, load: Load, prompt: list[int], model: str) -> Answer:
+    body = {
+        "model": model,
+        "prompt": prompt,
+        "max_tokens": load.new_tokens,
+        "ignore_eos": True,
+        "temperature": 0.0,
+        "stream": load.stream,
+        **({"stream_options": {"include_usage": True}} if load.stream else {}),
+    }
+    pieces: list[float] = []
+    tokens = 0
+    start = time.perf_counter()
+    try:
+        async with client.stream("POST", "/v1/completions", json=body) as response:
+            if response.status_code != 200:
+                return Answer((), time.perf_counter() - start, 0, f"status {response.status_code}")
+            if not load.stream:
+                answer = json.loads(await response.aread())
+                return Answer((), time.perf_counter() - start, answer["usage"]["completion_tokens"])
+            async for line in response.aiter_lines():
+                if not line.startswith("data: ") or line == "data: [DONE]":
+                    continue
+                chunk = json.loads(line.removeprefix("data: "))
+                if "error" in chunk:
+                    return Answer(tuple(pieces), time.perf_counter() - start, 0, str(chunk["error"]["code"]))
+                if chunk.get("usage"):
+                    tokens = chunk["usage"]["completion_tokens"]
+                if chunk["choices"]:
+                    pieces.append(time.perf_counter() - start)
+    except httpx2.HTTPError as error:
+        return Answer(tuple(pieces), time.perf_counter() - start, 0, type(error).__name__)
+    return Answer(tuple(pieces), time.perf_counter() - start, tokens)
+
+
+def report_of(
+    url: str,
+    model: str,
+    load: Load,
+    answers: Sequence[Answer],
+    seconds: float,
+    *,
+    ttft_s: float | None = None,
+    token_s: float | None = None,
+) -> ServeReport:
+    """What follows from the answers.
+
+    Example:
+        >>> load = Load(requests=2, new_tokens=3)
+        >>> answers = [Answer((0.1, 0.2, 0.3), 0.3, 3), Answer((), 0.1, 0, "status 429")]
+        >>> report = report_of("", "m", load, answers, 1.0, ttft_s=0.2)
+        >>> report.succeeded, report.good, report.errors, round(report.token_s.p50, 3)
+        (1, 1, {'status 429': 1}, 0.1)
+    """
+    right = [answer for answer in answers if not answer.error]
+    errors: dict[str, int] = {}
+    for answer in answers:
+        if answer.error:
+            errors[answer.error] = errors.get(answer.error, 0) + 1
+    good = sum(_keeps(answer, ttft_s, token_s) for answer in right)
+    return ServeReport(
+        url=url,
+        model=model,
+        load=load,
+        seconds=seconds,
+        succeeded=len(right),
+        good=good,
+        errors=errors,
+        requests_per_s=len(right) / seconds,
+        input_tokens_per_s=len(right) * load.prompt_tokens / seconds,
+        output_tokens_per_s=sum(answer.tokens for answer in right) / seconds,
+        good_requests_per_s=good / seconds,
+        ttft_s=Percentiles.of([answer.pieces_s[0] for answer in right if answer.pieces_s]),
+        token_s=Percentiles.of([per for answer in right if (per := _per_token(answer)) is not None]),
+        whole_s=Percentiles.of([answer.end_s for answer in right]),
+    )
+
+
+def _per_token(answer: Answer) -> float | None:
+    """Mean seconds between two tokens: pieces may hold several."""
+    if len(answer.pieces_s) < 2 or answer.tokens < 2:
+        return None
+    return (answer.pieces_s[-1] - answer.pieces_s[0]) / (answer.tokens - 1)
+
+
+def _keeps(answer: Answer, ttft_s: float | None, token_s: float | None) -> bool:
+    first = answer.pieces_s[0] if answer.pieces_s else answer.end_s
+    between = _per_token(answer)
+    return (ttft_s is None or first <= ttft_s) and (token_s is None or between is None or between <= token_s)
+
+
+def _headers(api_key: str | None) -> dict[str, str]:
+    return {"Authorization": f"Bearer {api_key}"} if api_key else {}
+
+
+# --- a server of our own --------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def own_server(fields: Mapping[str, Any]) -> Iterator[str]:
+    """`sgl serve` with these engine fields on a free port; its URL.
+
+    Raises:
+        BenchError: it does not start.
+    """
+    flags = [flag for name, value in fields.items() for flag in _flags(name, value)]
+    command = [sys.executable, "-P", "-m", "sgl.cli", "serve", "--port", "0", "--no-log-requests", *flags]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as server:
+        said: list[str] = []
+        try:
+            yield _url_of(server, said)
+        finally:
+            server.terminate()
+            try:
+                server.wait(30)
+            except subprocess.TimeoutExpired:
+                server.kill()
+
+
+def _url_of(server: subprocess.Popen[str], said: list[str]) -> str:
+    with ThreadPoolExecutor(1) as reader:
+        end = time.monotonic() + START_S
+        assert server.stdout is not None
+        while time.monotonic() < end:
+            line = reader.submit(server.stdout.readline).result()
+            if not line:
+                break
+            said.append(line)
+            if found := _READY.search(line):
+                return found["url"]
+    raise BenchError("sgl serve does not start: " + "".join(said[-3:]).strip(), hint="run it by hand to see why")
+
+
+def _flags(name: str, value: Any) -> list[str]:
+    flag = "--" + name.replace("_", "-")
+    if isinstance(value, bool):
+        return [flag if value else f"--no-{flag[2:]}"]
+    if isinstance(value, (list, tuple)):
+        return [part for each in value for part in (flag, str(each))]
+    return [flag, str(value)]
+
+
+# --- HTTP against in process ----------------------------------------------------------------------------------------
+
+
+def compare_offline(
+    fields: Mapping[str, Any],
+    load: Load,
+    plan: PairPlan,
+    *,
+    sampler: Sampler | None = None,
+    progress: Callable[[str], None] = lambda what: None,
+) -> OfflineReport:
+    """The same requests over HTTP and to an engine in this process, in paired runs on the same cores.
+
+    Both sides have at most `load.clients` requests under way, and start each run with an empty cache.
+    """
+    config = config_from_mapping(fields)
+    threads = config.num_threads or (1 if config.model_path == "dummy" else cpu_count())
+    cores = least_busy(os.sched_getaffinity(0), threads)
+    given = {**fields, "num_threads": threads}
+    with Engine(**given) as engine, own_server(given) as url:
+        model = served_model(url)
+        prompts = load.prompts(int(engine.server_info()["vocab_size"]))
+
+        def over_http(number: int) -> dict[str, float]:
+            httpx2.post(f"{url}/flush_cache?timeout=10", timeout=30, trust_env=False)
+            start = time.perf_counter()
+            answers = asyncio.run(_generate(url, load, prompts, model, None, lambda done: None))
+            seconds = time.perf_counter() - start
+            if wrong := [answer.error for answer in answers if answer.error]:
+                raise BenchError(f"{len(wrong)} of {len(answers)} requests failed: {wrong[0]}")
+            return {"wall": seconds}
+
+        def in_process(number: int) -> dict[str, float]:
+            engine.flush_cache(wait_s=10)
+            start = time.perf_counter()
+            asyncio.run(_offline(engine, load, prompts))
+            return {"wall": time.perf_counter() - start}
+
+        run = measure_pairs(
+            over_http, in_process, ProcSampler(cores) if sampler is None else sampler, plan, progress=progress
+        )
+    return OfflineReport(
+        model=model,
+        load=load,
+        engine=given,
+        provenance=provenance(cores, side_variables(threads), ()),
+        result=summarise(run.pairs, "wall", plan.pairs),
+        pairs=run.pairs,
+    )
+
+
+async def _offline(engine: Engine, load: Load, prompts: Sequence[list[int]]) -> None:
+    slots = asyncio.Semaphore(load.clients)
+    params = {"max_new_tokens": load.new_tokens, "ignore_eos": True, "temperature": 0.0}
+
+    async def one(prompt: list[int]) -> None:
+        async with slots:
+            if not load.stream:
+                await engine.async_generate(input_ids=prompt, sampling_params=params)
+                return
+            stream = await engine.async_generate(input_ids=prompt, sampling_params=params, stream=True)
+            async for _ in stream:
+                continue
+
+    await asyncio.gather(*map(one, prompts))
+
+
+def default_vocab(fields: Mapping[str, Any]) -> int:
+    """Ids that prompts may have, for a model of ours: asked of an engine's facts without weights."""
+    from sgl.runtime.rendering import model_renderer
+
+    return model_renderer(EngineConfig(**fields)).tokenizer.vocab_size

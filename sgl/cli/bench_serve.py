@@ -1,0 +1,138 @@
+"""`sgl bench serve`: load on a server, as its clients see it.
+
+Owns the command, its flags and its tables. Imported by `sgl.cli` for the command that it registers.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from sgl.cli.bench import Model, Save, bench, fetched, output
+from sgl.cli.console import Json, guarded, say, show_table
+from sgl.cli.options import engine_options
+
+if TYPE_CHECKING:
+    from sgl.bench.serve import OfflineReport, Percentiles, ServeReport
+
+
+@bench.command()
+@guarded
+@engine_options
+def serve(
+    model: Model = None,
+    *,
+    url: Annotated[
+        str | None,
+        typer.Option(help="A server that runs already; any with OpenAI's completions. [default: a new one]"),
+    ] = None,
+    api_key: Annotated[str | None, typer.Option(help="Of that server.")] = None,
+    requests: Annotated[int, typer.Option(min=1, max=100_000, help="Requests in all.")] = 64,
+    clients: Annotated[int, typer.Option(min=1, max=4096, help="At a time (closed loop).")] = 8,
+    request_rate: Annotated[
+        float | None, typer.Option(min=0.001, help="Requests per second (open loop), in place of clients.")
+    ] = None,
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Of each prompt.")] = 128,
+    new_tokens: Annotated[int, typer.Option(min=1, help="Of each answer.")] = 32,
+    shared_tokens: Annotated[int, typer.Option(min=0, help="Of a prompt, those that its group shares.")] = 0,
+    groups: Annotated[int, typer.Option(min=1, help="Of requests that share a beginning.")] = 1,
+    stream: Annotated[bool, typer.Option(help="Read answers as they come.")] = True,
+    ttft: Annotated[float | None, typer.Option(help="Objective: seconds to the first token.")] = None,
+    tpot: Annotated[float | None, typer.Option(help="Objective: seconds between two tokens.")] = None,
+    vocab_size: Annotated[
+        int | None, typer.Option(min=8, help="Ids that prompts are made of. [default: the model's]", show_default=False)
+    ] = None,
+    in_process: Annotated[
+        bool, typer.Option("--in-process", help="Compare with the same requests in process, in paired runs.")
+    ] = False,
+    pairs: Annotated[int, typer.Option(min=1, help="Clean pairs that a figure needs.")] = 5,
+    attempts: Annotated[
+        int | None, typer.Option(min=1, help="Pairs tried at most. [default: 4 * pairs]", show_default=False)
+    ] = None,
+    patience: Annotated[float, typer.Option(min=0, help="Seconds to wait for a quiet machine before a pair.")] = 10.0,
+    seed: Annotated[int, typer.Option(help="Of prompts, arrivals and turns.")] = 0,
+    as_json: Json = False,
+    save: Save = None,
+    engine: dict[str, Any],
+) -> None:
+    """Throughput, time to the first token, between tokens and to the end, and goodput of a server."""
+    from sgl.bench.serve import Load, compare_offline, default_vocab, measure, own_server
+
+    load = Load(
+        requests=requests,
+        clients=clients,
+        rate=request_rate,
+        prompt_tokens=prompt_tokens,
+        new_tokens=new_tokens,
+        shared_tokens=min(shared_tokens, prompt_tokens),
+        groups=groups,
+        stream=stream,
+        seed=seed,
+    )
+    fields = fetched(engine, model)
+    if in_process:
+        from sgl.bench.harness import PairPlan
+
+        plan = PairPlan(pairs=pairs, attempts=attempts, seed=seed, patience_s=patience)
+        compared = compare_offline(fields, load, plan, progress=say)
+        if output(compared, as_json, save):
+            show_offline(compared)
+        return
+    vocab = vocab_size or default_vocab(fields)
+    every = max(requests // 10, 1)
+
+    def progress(done: int) -> None:
+        if done % every == 0:
+            say(f"{done} of {requests} answered")
+
+    with nullcontext(url.rstrip("/")) if url is not None else own_server(fields) as asked:
+        report = measure(asked, load, vocab_size=vocab, api_key=api_key, ttft_s=ttft, token_s=tpot, progress=progress)
+    if output(report, as_json, save):
+        show(report)
+
+
+def show(report: ServeReport) -> None:
+    """The report as tables."""
+    load = report.load
+    how = f"{load.clients} clients" if load.rate is None else f"{load.rate:g} requests/s"
+    print(f"{report.model}: {load.requests} requests of {load.prompt_tokens} + {load.new_tokens}, {how}")
+    show_table(
+        ("SECONDS", "MEAN", "P50", "P90", "P99"),
+        [
+            _row("to the first token", report.ttft_s),
+            _row("between two tokens", report.token_s),
+            _row("to the end", report.whole_s),
+        ],
+    )
+    print(
+        f"\n{report.succeeded} succeeded in {report.seconds:.2f} s: {report.requests_per_s:.2f} requests/s, "
+        f"{report.input_tokens_per_s:.0f} prompt and {report.output_tokens_per_s:.0f} output tokens/s; "
+        f"{report.good} within the objectives ({report.good_requests_per_s:.2f}/s)"
+    )
+    for what, times in report.errors.items():
+        print(f"failed: {times} x {what}")
+
+
+def _row(name: str, times: Percentiles | None) -> tuple[str, ...]:
+    if times is None:
+        return (name, "-", "-", "-", "-")
+    return (name, *(f"{value:.4f}" for value in (times.mean, times.p50, times.p90, times.p99)))
+
+
+def show_offline(report: OfflineReport) -> None:
+    """The comparison as a line."""
+    load, result = report.load, report.result
+    print(
+        f"{report.model}: {load.requests} requests of {load.prompt_tokens} + {load.new_tokens}, {load.clients} at once"
+    )
+    print(f"{report.provenance.cpu}, cores {' '.join(map(str, report.provenance.cores))}")
+    if result.ratio is None:
+        print(f"not measured: {result.clean} of {result.attempted} pairs were clean, {result.needed} are needed")
+        return
+    ratio = result.ratio
+    print(
+        f"HTTP has {ratio.median:.3f} of the throughput in process "
+        f"[{ratio.interval.low:.3f}, {ratio.interval.high:.3f}], {result.clean} of {result.attempted} pairs clean"
+    )
