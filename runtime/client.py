@@ -40,6 +40,7 @@ from sgl.runtime.failures import internal_error
 from sgl.runtime.logs import deliver
 from sgl.runtime.messages import (
     Cancel,
+    EncodeReply,
     Events,
     Failed,
     FlushReply,
@@ -348,6 +349,8 @@ class WorkerClient:
                 self._answer(message.request, message.pages, message.error)
             case PinReply():
                 self._answer(message.request, message.num_tokens, message.error)
+            case EncodeReply():
+                self._answer(message.request, message, message.error)
             case OverrideReply():
                 if message.overrides:
                     known = [*self.info.get("overrides", ()), *msgspec.to_builtins(message.overrides)]
@@ -371,7 +374,7 @@ class WorkerClient:
     def _answer(
         self,
         request: int,
-        result: StateText | Pong | tuple[RuntimeOverride, ...] | dict[str, Any] | int | None,
+        result: StateText | Pong | EncodeReply | tuple[RuntimeOverride, ...] | dict[str, Any] | int | None,
         error: Any,
     ) -> None:
         with self._lock:

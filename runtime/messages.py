@@ -10,7 +10,7 @@ Order: a program's messages are handled in the order sent. The worker answers `H
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import msgspec
 
@@ -92,12 +92,37 @@ class Override(msgspec.Struct, frozen=True, tag="override"):
     why: str
 
 
+class EncoderInput(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What an encoder reads at once: a text, a `pair` of texts, or token ids with their special ones."""
+
+    text: str = ""
+    pair: str | None = None
+    token_ids: tuple[int, ...] | None = None
+
+
+EncoderTask: TypeAlias = Literal["embed", "classify", "score"]
+
+
+class Encode(msgspec.Struct, frozen=True, tag="encode"):
+    """Compute inputs, each as a whole and all or none; answered by `EncodeReply`. For encoders only.
+
+    Attributes:
+        task: vectors, shares of labels, or the score of a pair.
+        truncate: cut an input that is longer than the model takes, instead of refusing it.
+    """
+
+    request: int
+    task: EncoderTask
+    inputs: tuple[EncoderInput, ...]
+    truncate: bool = False
+
+
 class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
     """Cancel everything and exit with status 0."""
 
 
 ToWorker: TypeAlias = (
-    Hello | Submit | ReadState | Cancel | GetStats | Ping | FlushCache | Pin | Unpin | Override | Shutdown
+    Hello | Submit | ReadState | Cancel | GetStats | Ping | FlushCache | Pin | Unpin | Override | Encode | Shutdown
 )
 
 
@@ -189,8 +214,28 @@ class PinReply(msgspec.Struct, frozen=True, tag="pin_reply"):
     error: ErrorInfo | None = None
 
 
+class EncodeReply(msgspec.Struct, frozen=True, tag="encode_reply"):
+    """Answer to `Encode`: per input its numbers, as float32 in memory's order, and its tokens; or what is wrong."""
+
+    request: int
+    rows: tuple[bytes, ...] = ()
+    num_tokens: tuple[int, ...] = ()
+    error: ErrorInfo | None = None
+
+
 ToClient: TypeAlias = (
-    Progress | Ready | Failed | Events | StateReply | StatsReply | Pong | OverrideReply | Log | FlushReply | PinReply
+    Progress
+    | Ready
+    | Failed
+    | Events
+    | StateReply
+    | StatsReply
+    | Pong
+    | OverrideReply
+    | Log
+    | FlushReply
+    | PinReply
+    | EncodeReply
 )
 
 _encoder = msgspec.msgpack.Encoder()

@@ -117,6 +117,8 @@ TO_WORKER = [
     messages.Pin(8, (1, 2, 3)),
     messages.Unpin(7),
     messages.Override(6, {"max_queue": 5}, "a test"),
+    messages.Encode(2, "embed", (messages.EncoderInput(text="a"), messages.EncoderInput(token_ids=(1, 2))), True),
+    messages.Encode(2, "score", (messages.EncoderInput(text="a", pair="b"),)),
     messages.Shutdown(),
 ]
 TO_CLIENT = [
@@ -131,6 +133,7 @@ TO_CLIENT = [
     messages.PinReply(7, 8),
     messages.OverrideReply(6, (RuntimeOverride(field="max_queue", value=5, was=6, why="a test", at=1.5),)),
     messages.Log(30, "sgl.worker", "hot"),
+    messages.EncodeReply(2, (b"\x00\x00\x80?",), (3,)),
 ]
 
 
