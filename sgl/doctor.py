@@ -22,10 +22,13 @@ from sgl.errors import DownloadFailed, ErrorInfo, SglError
 from sgl.kernels import registry
 from sgl.kernels.native import library
 from sgl.runtime.config import EngineConfig, ResolvedConfig, config_from_mapping, limits_of, resolve
+from sgl.runtime.encoder_start import ResolvedEncoder, find_machine, resolve_encoder
 from sgl.runtime.loading.checkpoint import open_checkpoint
+from sgl.runtime.loading.encoder_checkpoint import encoder_checkpoint
 from sgl.runtime.loading.facts import available_bytes, cpu_count, memory_limits, native_folder
 from sgl.runtime.loading.sources import CachedModel, cache_folder, cached_models, locate
 from sgl.runtime.memory_plan import MemoryLimit
+from sgl.runtime.models.encoder_config import EncoderConfig
 from sgl.runtime.models.registry import ModelConfig, architectures
 
 PACKAGES = (
@@ -76,13 +79,16 @@ class NativeReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelReport(msgspec.Struct, frozen=True, kw_only=True):
-    """One model: whether it is here, and what an engine on it would run with. `error` says why it would not start."""
+    """One model: whether it is here, and what an engine on it would run with; an encoder has `encoder` and `runs` in
+    place of `config` and `resolved`. `error` says why it would not start."""
 
     model: str
     local: bool
     path: str | None = None
     config: ModelConfig | None = None
     resolved: ResolvedConfig | None = None
+    encoder: EncoderConfig | None = None
+    runs: ResolvedEncoder | None = None
     error: ErrorInfo | None = None
 
 
@@ -161,6 +167,9 @@ def examine_model(fields: Mapping[str, Any]) -> ModelReport:
         return ModelReport(model=wish.model_path, local=False, error=error.to_info())
     path = None if source.path is None else str(source.path)
     try:
+        if (found := encoder_checkpoint(source)) is not None:
+            runs = resolve_encoder(wish, found.config, found.num_parameters(), find_machine())
+            return ModelReport(model=wish.model_path, local=True, path=path, encoder=found.config, runs=runs)
         checkpoint = open_checkpoint(source, wish.json_model_override_args, wish.model_impl)
         resolved = resolve(wish, checkpoint.facts())
     except SglError as error:

@@ -40,9 +40,14 @@ _CONFIG_FILES = (
     "added_tokens.json",
     "chat_template.jinja",
     "chat_template.json",
+    "vocab.txt",
+    "modules.json",
+    "sentence_bert_config.json",
+    "config_sentence_transformers.json",
+    "[0-9]_Pooling/config.json",
 )
 _WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json")
-_IGNORED = ("*/*", "consolidated*")
+_IGNORED = ("*/*.safetensors", "*/*.safetensors.index.json", "consolidated*")
 """Other copies of the same weights, in folders or in their makers' own form."""
 _CACHE_VARIABLE = "HF_HUB_CACHE"
 

@@ -35,7 +35,7 @@ LoadFormat = Literal["auto", "safetensors", "gguf", "dummy"]
 
 _FORMS = (
     "a known name, a folder with config.json, a .gguf file, a hub id `ORG/NAME[@REVISION]`, `pypi:PACKAGE/FILE`, "
-    "or `dummy`"
+    "`pypi:PACKAGE`, or `dummy`"
 )
 
 
@@ -66,6 +66,10 @@ def cached_models() -> list[CachedModel]:
             if path.is_file():
                 wheel = WheelFile(package=package, version=version, file=path.relative_to(folder).as_posix())
                 found.append(CachedModel(names.get(wheels.key(wheel), str(wheel)), path, path.stat().st_size))
+        wheel = WheelFile(package=package, version=version)
+        if (path := folder / wheel.place).is_dir():
+            size_bytes = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+            found.append(CachedModel(names.get(wheels.key(wheel), str(wheel)), path, size_bytes))
     return sorted(found, key=lambda model: model.name)
 
 
@@ -81,7 +85,8 @@ def locate(
 
     Args:
         model_path: a known name, a folder, a GGUF file, a hub id `ORG/NAME` or `ORG/NAME@REVISION`,
-            `pypi:PACKAGE/FILE` or `pypi:PACKAGE==VERSION/FILE`, or `dummy`. A folder that exists wins over a hub id.
+            `pypi:PACKAGE/FILE` or `pypi:PACKAGE==VERSION/FILE` (without FILE a folder of safetensors), or `dummy`. A
+            folder that exists wins over a hub id.
         load_format: `auto` goes by what is there; `dummy` takes only the shape; the others refuse the wrong kind.
         offline: use what is in the cache, never the network.
         revision: branch, tag or commit of a hub id.
@@ -143,10 +148,9 @@ def _find(model_path: str, load_format: LoadFormat, offline: bool, progress: Pro
     if model_path == "dummy":
         return ModelSource("dummy", "dummy")
     if model_path in KNOWN_MODELS:
-        return ModelSource(model_path, "gguf", wheels.fetched(KNOWN_MODELS[model_path], offline, progress))
+        return _of_wheel(model_path, KNOWN_MODELS[model_path], offline, progress)
     if model_path.startswith(wheels.PYPI):
-        wheel = wheels.parse_wheel(model_path)
-        return ModelSource(model_path, "gguf", wheels.fetched(wheel, offline, progress))
+        return _of_wheel(model_path, wheels.parse_wheel(model_path), offline, progress)
     path = Path(model_path).expanduser()
     if path.is_file():
         if path.suffix != ".gguf":
@@ -163,3 +167,7 @@ def _find(model_path: str, load_format: LoadFormat, offline: bool, progress: Pro
     near = difflib.get_close_matches(model_path.lower(), [*KNOWN_MODELS, "dummy"], n=1)
     hint = f"did you mean {near[0]!r}? Otherwise give {_FORMS}" if near else f"give {_FORMS}"
     raise ModelNotFound(f"no model {model_path!r}; known names are {', '.join([*KNOWN_MODELS, 'dummy'])}", hint=hint)
+
+
+def _of_wheel(name: str, wheel: WheelFile, offline: bool, progress: Progress | None) -> ModelSource:
+    return ModelSource(name, "gguf" if wheel.file else "safetensors", wheels.fetched(wheel, offline, progress))

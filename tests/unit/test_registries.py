@@ -40,5 +40,5 @@ def test_unknown_ops_and_names_are_refused() -> None:
 
 def test_architectures() -> None:
     assert model_class("LlamaForCausalLM").__name__ == "LlamaForCausalLM"
-    with pytest.raises(UnsupportedModel, match=r"supported are Gemma2ForCausalLM, .*LlamaForCausalLM"):
+    with pytest.raises(UnsupportedModel, match=r"supported are BertForSequenceClassification, .*LlamaForCausalLM"):
         model_class("NoSuchModel")

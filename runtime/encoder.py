@@ -1,0 +1,325 @@
+"""The engine core of an encoder: texts in, vectors or label scores out, no pages and no steps of a sequence.
+
+Owns the inputs that wait and how they are put together: each step computes as many as fit into `max_batch_tokens`, the
+one that came first and those whose length is nearest to its own, of whatever call. The worker drives it as it drives
+the core of a decoder: `handle` a message, `step`, send what both give. All calls come from one thread; tokenizing runs
+on the executor.
+
+A call is answered whole. What is wrong with one of its inputs is said before any of them is computed; a step that
+raises fails the calls that were in it, and nobody else.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, Future
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from sgl.errors import InternalError, InvalidLogits, SglError, StateLost, Unsupported
+from sgl.lang.graph import FailedEvent
+from sgl.runtime.encoding import generates_nothing
+from sgl.runtime.failures import internal_error
+from sgl.runtime.messages import (
+    Cancel,
+    Encode,
+    EncodeReply,
+    EncoderInput,
+    Events,
+    FlushCache,
+    FlushReply,
+    GetStats,
+    Override,
+    OverrideReply,
+    Pin,
+    Ping,
+    PinReply,
+    Pong,
+    ReadState,
+    Refused,
+    StateReply,
+    StatsReply,
+    Submit,
+    ToClient,
+    ToWorker,
+    Unpin,
+)
+from sgl.runtime.models.encoder_config import EncoderConfig
+from sgl.runtime.stats import Stats
+from sgl.runtime.text.wordpiece import EncoderText, EncoderTokenizer
+
+if TYPE_CHECKING:
+    from sgl.runtime.models.bert import Bert
+
+_MAX_FAILED_STEPS = 3
+
+
+class EncoderStats(msgspec.Struct, kw_only=True):
+    """What an encoder has done: `num_padded` of its `num_tokens` only filled texts up to the longest of their step."""
+
+    num_calls: int = 0
+    num_inputs: int = 0
+    num_tokens: int = 0
+    num_padded: int = 0
+    num_steps: int = 0
+    num_waiting: int = 0
+
+
+@dataclass
+class _Call:
+    """A message that is being computed."""
+
+    request: int
+    texts: Sequence[EncoderText]
+    rows: list[bytes]
+    missing: int
+    failed: bool = False
+
+
+@dataclass
+class _Waiting:
+    """Inputs by length, and in the order in which they came."""
+
+    items: list[tuple[_Call, int]] = field(default_factory=list)
+
+    def take(self, max_tokens: int) -> list[tuple[_Call, int]]:
+        """Inputs for one step: the first one, and those nearest to it in length, while all of them filled up to the
+        longest are at most `max_tokens`. At least one."""
+        lengths = [len(call.texts[index].ids) for call, index in self.items]
+        near = sorted(range(len(self.items)), key=lambda at: (abs(lengths[at] - lengths[0]), at))
+        taken: list[int] = []
+        longest = 0
+        for at in near:
+            longest = max(longest, lengths[at])
+            if taken and longest * (len(taken) + 1) > max_tokens:
+                break
+            taken.append(at)
+        chosen = [self.items[at] for at in taken]
+        gone = set(taken)
+        self.items = [item for at, item in enumerate(self.items) if at not in gone]
+        return chosen
+
+
+class EncoderCore:
+    """Computes `Encode` messages.
+
+    Args:
+        config, tokenizer, model: the encoder.
+        max_batch_tokens: computed at once, those that only fill up included.
+        executor: runs tokenizing; `None` runs it at once.
+        wake: called from an executor's thread when texts are tokenized.
+    """
+
+    def __init__(
+        self,
+        config: EncoderConfig,
+        tokenizer: EncoderTokenizer,
+        model: Bert,
+        *,
+        max_batch_tokens: int,
+        device: str = "cpu",
+        executor: Executor | None = None,
+        wake: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.epoch = uuid.uuid4().hex
+        self.stats = EncoderStats()
+        self._config = config
+        self._tokenizer = tokenizer
+        self._model = model
+        self._max_batch_tokens = max_batch_tokens
+        self._device = device
+        self._executor = executor
+        self._wake = wake
+        self._waiting = _Waiting()
+        self._tokenized: deque[tuple[Encode, Future[list[EncoderText]]]] = deque()
+        self._replies: list[ToClient] = []
+        self._failed_steps = 0
+        self._moved_at = time.monotonic()
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `step` would compute something."""
+        return bool(self._waiting.items)
+
+    def handle(self, message: ToWorker | Refused) -> None:
+        """Begin what a message asks for, or say why not; answers come from `take_replies`."""
+        match message:
+            case Encode():
+                self._begin(message)
+            case GetStats():
+                self.stats.num_waiting = len(self._waiting.items)
+                # The counters of decoders are there, too, and stay 0: whoever watches engines asks all of them alike.
+                stats = {**Stats().as_dict(), **msgspec.to_builtins(self.stats), "overrides": []}
+                self._replies.append(StatsReply(request=message.request, stats=stats))
+            case Ping():
+                stalled_s = time.monotonic() - self._moved_at if self.has_work else 0.0
+                self._replies.append(Pong(request=message.request, stalled_s=stalled_s))
+            case FlushCache():
+                self._replies.append(FlushReply(request=message.request, pages=0))
+            case Pin():
+                error = self._generates_nothing().to_info()
+                self._replies.append(PinReply(request=message.request, num_tokens=0, error=error))
+            case Override():
+                error = Unsupported("an encoder's options cannot be changed while it runs").to_info()
+                self._replies.append(OverrideReply(request=message.request, error=error))
+            case ReadState():
+                info = StateLost("an encoder has no states").to_info()
+                self._replies.append(
+                    StateReply(program=message.program, request=message.request, state=None, error=info)
+                )
+            case Submit() | Refused():
+                failed = FailedEvent(error=self._generates_nothing().to_info())
+                self._replies.append(Events(((message.program, failed),)))
+            case Cancel() | Unpin():
+                pass  # programs were told that they ended, and nothing is pinned
+            case _:
+                raise InternalError(f"an encoder was sent {type(message).__name__}")
+
+    def take_replies(self) -> list[ToClient]:
+        """What is to be sent, in order."""
+        while self._tokenized:
+            self._admit(*self._tokenized.popleft())
+        replies, self._replies = self._replies, []
+        return replies
+
+    def step(self) -> bool:
+        """Compute some of the inputs that wait; False when there are none."""
+        if not self._waiting.items:
+            return False
+        batch = self._waiting.take(self._max_batch_tokens)
+        try:
+            rows = self._compute([call.texts[index] for call, index in batch])
+        except Exception as error:  # noqa: BLE001 - whatever a model or kernel raises must not end the other calls
+            self._fail_step(batch, error)
+            return True
+        self._failed_steps, self._moved_at = 0, time.monotonic()
+        for (call, index), row in zip(batch, rows, strict=True):
+            if row is None:
+                self._fail(call, InvalidLogits(f"input {index} gave numbers that are not finite"))
+                continue
+            call.rows[index] = row
+            call.missing -= 1
+            if not call.missing and not call.failed:
+                counts = tuple(len(text.ids) for text in call.texts)
+                self._replies.append(EncodeReply(request=call.request, rows=tuple(call.rows), num_tokens=counts))
+        return True
+
+    # --- calls --------------------------------------------------------------------------------------------------------
+
+    def _begin(self, message: Encode) -> None:
+        if (error := self._wrong_task(message)) is not None:
+            self._replies.append(EncodeReply(request=message.request, error=error.to_info()))
+            return
+        if not self.has_work:
+            self._moved_at = time.monotonic()
+        if self._executor is None:
+            future: Future[list[EncoderText]] = Future()
+            try:
+                future.set_result(self._tokenize(message))
+            except Exception as error:  # noqa: BLE001 - as on an executor
+                future.set_exception(error)
+            self._admit(message, future)
+            return
+
+        def finished(future: Future[list[EncoderText]]) -> None:
+            self._tokenized.append((message, future))
+            self._wake()
+
+        self._executor.submit(self._tokenize, message).add_done_callback(finished)
+
+    def _tokenize(self, message: Encode) -> list[EncoderText]:
+        """All of a call's inputs. Raises what is wrong with the first that is wrong, with its number."""
+        texts = []
+        for index, given in enumerate(message.inputs):
+            try:
+                texts.append(self._tokens_of(given, truncate=message.truncate))
+            except SglError as error:
+                where = f"input {index}: " if len(message.inputs) > 1 else ""
+                raise type(error)(f"{where}{error.message}", hint=error.hint, **error.details) from None
+        return texts
+
+    def _tokens_of(self, given: EncoderInput, *, truncate: bool) -> EncoderText:
+        if given.token_ids is not None:
+            return self._tokenizer.of_ids(given.token_ids, self._config.max_len, truncate=truncate)
+        text = self._config.prompt + given.text if given.text else ""
+        return self._tokenizer.encode(text, given.pair, self._config.max_len, truncate=truncate)
+
+    def _admit(self, message: Encode, future: Future[list[EncoderText]]) -> None:
+        try:
+            texts = future.result()
+        except SglError as error:
+            self._replies.append(EncodeReply(request=message.request, error=error.to_info()))
+            return
+        except Exception as error:  # noqa: BLE001 - a bug in one call's job must not end the others
+            failure = internal_error("tokenizing failed", error)
+            self._replies.append(EncodeReply(request=message.request, error=failure.to_info()))
+            return
+        self.stats.num_calls += 1
+        call = _Call(message.request, texts, [b""] * len(texts), len(texts))
+        self._waiting.items += [(call, index) for index in range(len(texts))]
+
+    def _wrong_task(self, message: Encode) -> Unsupported | None:
+        labels, name = self._config.num_labels, self._config.architecture
+        if message.task == "embed" and labels:
+            return Unsupported(f"{name} tells {labels} labels apart: it gives no embeddings", hint="call classify")
+        if message.task == "classify" and not labels:
+            return Unsupported(f"{name} gives embeddings: it has no labels", hint="call encode")
+        if message.task == "score" and labels != 1:
+            has = f"{labels} labels" if labels else "no head"
+            return Unsupported(
+                f"{name} has {has}: pairs are scored by a model with one label", hint="use a cross-encoder"
+            )
+        return None
+
+    def _generates_nothing(self) -> Unsupported:
+        return generates_nothing(self._config.architecture)
+
+    # --- steps --------------------------------------------------------------------------------------------------------
+
+    def _compute(self, texts: Sequence[EncoderText]) -> list[bytes | None]:
+        """A row of float32 for each text; `None` where it is not finite."""
+        import torch
+
+        longest = max(len(text.ids) for text in texts)
+        self.stats.num_steps += 1
+        self.stats.num_inputs += len(texts)
+        self.stats.num_tokens += len(texts) * longest
+        self.stats.num_padded += sum(longest - len(text.ids) for text in texts)
+
+        def filled(rows: Sequence[Sequence[int]]) -> torch.Tensor:
+            return torch.tensor([[*row, *[0] * (longest - len(row))] for row in rows], device=self._device)
+
+        with torch.inference_mode():
+            result = self._model(
+                filled([text.ids for text in texts]),
+                filled([text.type_ids for text in texts]),
+                torch.tensor([len(text.ids) for text in texts], device=self._device),
+            )
+            if self._config.activation == "sigmoid":
+                result = result.sigmoid()
+            elif self._config.activation == "softmax":
+                result = result.softmax(dim=-1)
+        finite = result.isfinite().all(dim=-1).tolist()
+        rows = result.cpu().numpy()
+        return [row.tobytes() if is_finite else None for row, is_finite in zip(rows, finite, strict=True)]
+
+    def _fail_step(self, batch: Sequence[tuple[_Call, int]], error: Exception) -> None:
+        failure = internal_error("a step of the encoder failed", error)
+        for call, _ in batch:
+            self._fail(call, failure)
+        self._failed_steps += 1
+        if self._failed_steps >= _MAX_FAILED_STEPS:
+            raise failure
+
+    def _fail(self, call: _Call, error: SglError) -> None:
+        """Answer a call with an error, once, and forget what of it still waits."""
+        if call.failed:
+            return
+        call.failed = True
+        self._waiting.items = [item for item in self._waiting.items if item[0] is not call]
+        self._replies.append(EncodeReply(request=call.request, error=error.to_info()))

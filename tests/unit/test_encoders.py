@@ -1,0 +1,456 @@
+"""Encoders against transformers on random weights: vectors by each pooling, labels, pairs; how inputs are put together;
+what folders of sentence-transformers say; what is refused; and one whole engine."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from sgl.errors import (
+    ConfigError,
+    CorruptModel,
+    EmptyPrompt,
+    InvalidLogits,
+    InvalidParameter,
+    PromptTooLong,
+    SglError,
+    Unsupported,
+    UnsupportedModel,
+)
+from sgl.lang.graph import FailedEvent, Graph, ProgramOptions
+from sgl.runtime.config import EngineConfig
+from sgl.runtime.encoder import EncoderCore
+from sgl.runtime.encoder_start import EncoderMachine, build_encoder, resolve_encoder
+from sgl.runtime.encoding import texts_call
+from sgl.runtime.engine import Engine
+from sgl.runtime.loading.checkpoint import open_checkpoint
+from sgl.runtime.loading.encoder_checkpoint import EncoderCheckpoint, encoder_checkpoint
+from sgl.runtime.loading.sources import locate
+from sgl.runtime.messages import Encode, EncodeReply, EncoderInput, Events, GetStats, StatsReply, Submit
+from sgl.runtime.text.wordpiece import EncoderTokenizer
+
+WORDS = [
+    *("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"),
+    *("the", "a", "cat", "dog", "sat", "ran", "on", "mat", "##s", "##ting", "red", ",", ".", "!"),
+]
+TEXTS = ["The cat sat.", "a dog", "the red cats ran on the mat, the dog!", "unknownword sitting"]
+_SHAPE = {
+    "vocab_size": 40,
+    "hidden_size": 48,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 32,
+    "initializer_range": 0.2,
+}
+
+
+def make(head: str = "Model", **changes: Any) -> Any:
+    """A random BERT of transformers, its norms and biases random, too."""
+    import transformers
+
+    torch.manual_seed(7)
+    config = transformers.BertConfig(**{**_SHAPE, **changes})
+    model = getattr(transformers, f"Bert{head}")(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(torch.randn_like(parameter) * 0.2)
+    return model
+
+
+def write(folder: Path, model: Any, files: dict[str, Any] | None = None, **fields: Any) -> Path:
+    """Saved as its makers would, with a vocabulary and `files` beside it; `fields` replace some of config.json."""
+    folder.mkdir(exist_ok=True)
+    model.save_pretrained(folder)
+    (folder / "vocab.txt").write_text("\n".join(WORDS) + "\n")
+    config = json.loads((folder / "config.json").read_text())
+    for name, content in {"config.json": {**config, **fields}, **(files or {})}.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(json.dumps(content))
+    return folder
+
+
+def sentence_files(mode: str = "pooling_mode_mean_tokens", *, normalize: bool = True) -> dict[str, Any]:
+    """As sentence-transformers writes them."""
+    kinds = [("", "Transformer"), ("1_Pooling", "Pooling"), *([("2_Normalize", "Normalize")] if normalize else [])]
+    modules = [{"path": path, "type": f"sentence_transformers.models.{kind}"} for path, kind in kinds]
+    return {"modules.json": modules, "1_Pooling/config.json": {"word_embedding_dimension": 48, mode: True}}
+
+
+def opened(folder: Path) -> EncoderCheckpoint:
+    found = encoder_checkpoint(locate(str(folder)))
+    assert found is not None
+    return found
+
+
+def core_of(folder: Path, **options: Any) -> EncoderCore:
+    return build_encoder(EngineConfig(model_path=str(folder), device="cpu", **options), opened(folder))[0]
+
+
+def ask(core: EncoderCore, task: Any, inputs: Sequence[EncoderInput], *, truncate: bool = False) -> np.ndarray:
+    """What a core answers to one call; its error is raised."""
+    core.handle(Encode(request=1, task=task, inputs=tuple(inputs), truncate=truncate))
+    while core.has_work:
+        core.step()
+    (reply,) = core.take_replies()
+    assert isinstance(reply, EncodeReply)
+    if reply.error is not None:
+        raise SglError.from_info(reply.error)
+    return np.stack([np.frombuffer(row, dtype=np.float32) for row in reply.rows])
+
+
+def texts(*given: str) -> list[EncoderInput]:
+    return [EncoderInput(text=text) for text in given]
+
+
+def encoded(folder: Path, *given: Any) -> Any:
+    """The oracle's own tokens."""
+    from transformers import BertTokenizer
+
+    return BertTokenizer(str(folder / "vocab.txt"))(*given, padding=True, return_tensors="pt")
+
+
+# --- against transformers -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["pooling_mode_mean_tokens", "pooling_mode_cls_token", "pooling_mode_lasttoken"])
+def test_vectors_are_those_of_transformers(tmp_path: Path, mode: str) -> None:
+    model = make()
+    write(tmp_path, model, sentence_files(mode, normalize=mode != "pooling_mode_cls_token"))
+    given = encoded(tmp_path, TEXTS)
+    with torch.inference_mode():
+        states = model(**given).last_hidden_state
+    mask = given["attention_mask"]
+    expected = {
+        "pooling_mode_mean_tokens": (states * mask[:, :, None]).sum(1) / mask.sum(1)[:, None],
+        "pooling_mode_cls_token": states[:, 0],
+        "pooling_mode_lasttoken": states[torch.arange(len(TEXTS)), mask.sum(1) - 1],
+    }[mode]
+    if mode != "pooling_mode_cls_token":
+        expected = torch.nn.functional.normalize(expected, dim=-1)
+    core = core_of(tmp_path)
+    together = ask(core, "embed", texts(*TEXTS))
+    assert np.abs(together - expected.numpy()).max() < 1e-5
+    assert expected.std() > 0.05
+    alone = np.concatenate([ask(core, "embed", texts(text)) for text in TEXTS])
+    assert np.abs(alone - together).max() < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("fields", "activation"),
+    [
+        ({"num_labels": 3}, torch.nn.Softmax(dim=-1)),
+        ({"num_labels": 3, "problem_type": "multi_label_classification"}, torch.nn.Sigmoid()),
+        ({"num_labels": 1}, torch.nn.Sigmoid()),
+        ({"num_labels": 2, "problem_type": "regression"}, torch.nn.Identity()),
+        (
+            {"num_labels": 1, "sbert_ce_default_activation_function": "torch.nn.modules.linear.Identity"},
+            torch.nn.Identity(),
+        ),
+    ],
+)
+def test_labels_and_pairs_are_those_of_transformers(tmp_path: Path, fields: dict[str, Any], activation: Any) -> None:
+    model = make("ForSequenceClassification", **fields)
+    write(tmp_path, model)
+    core = core_of(tmp_path)
+    pairs = list(zip(TEXTS, TEXTS[::-1], strict=True))
+    with torch.inference_mode():
+        single = activation(model(**encoded(tmp_path, TEXTS)).logits).numpy()
+        double = activation(model(**encoded(tmp_path, TEXTS, TEXTS[::-1])).logits).numpy()
+    assert np.abs(ask(core, "classify", texts(*TEXTS)) - single).max() < 1e-5
+    both = [EncoderInput(text=a, pair=b) for a, b in pairs]
+    assert np.abs(ask(core, "classify", both) - double).max() < 1e-5
+    if fields["num_labels"] == 1:
+        assert np.abs(ask(core, "score", both) - double).max() < 1e-5
+    else:
+        with pytest.raises(Unsupported, match="pairs are scored by a model with one label"):
+            ask(core, "score", both)
+
+
+def test_tokenizer_json_and_special_tokens_in_a_text(tmp_path: Path) -> None:
+    """Both forms give the ids of transformers' own tokenizer, but that a user's `[SEP]` is no separator."""
+    from transformers import BertTokenizer
+
+    write(tmp_path, make())
+    old = EncoderTokenizer.from_folder(tmp_path)
+    BertTokenizer(str(tmp_path / "vocab.txt")).save_pretrained(tmp_path)
+    new = EncoderTokenizer.from_folder(tmp_path)
+    for text in TEXTS:
+        for pair in (None, "a red mat"):
+            theirs = encoded(tmp_path, text) if pair is None else encoded(tmp_path, text, pair)
+            for tokenizer in (old, new):
+                ours = tokenizer.encode(text, pair, 32, truncate=False)
+                assert list(ours.ids) == theirs["input_ids"][0].tolist()
+                assert list(ours.type_ids) == theirs["token_type_ids"][0].tolist()
+    for tokenizer in (old, new):
+        assert WORDS.index("[SEP]") not in tokenizer.encode("a [SEP] cat", None, 32, truncate=False).ids[1:-1]
+
+
+# --- one call beside another ----------------------------------------------------------------------------------------
+
+
+def test_steps_are_bounded_and_put_like_lengths_together(tmp_path: Path) -> None:
+    core = core_of(write(tmp_path, make()), chunked_prefill_size=40)
+    long, short = "the cat sat on the mat , the dog ran .", "a dog"
+    for request, task_inputs in enumerate(([long, short] * 4, [short] * 3)):
+        core.handle(Encode(request=request, task="embed", inputs=tuple(texts(*task_inputs))))
+    core.take_replies()
+    steps = 0
+    while core.has_work:
+        before = core.stats.num_tokens
+        core.step()
+        assert core.stats.num_tokens - before <= 40
+        steps += 1
+    assert sorted(reply.request for reply in core.take_replies() if isinstance(reply, EncodeReply)) == [0, 1]
+    core.handle(GetStats(request=9))
+    (stats,) = core.take_replies()
+    assert isinstance(stats, StatsReply)
+    assert (stats.stats["num_inputs"], stats.stats["num_steps"], stats.stats["num_padded"]) == (11, steps, 0)
+
+
+def test_a_bad_call_harms_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    core = core_of(write(tmp_path, make()))
+    good = ask(core, "embed", texts("a cat"))
+    calls: dict[int, Sequence[EncoderInput]] = {
+        1: texts("a dog", "the cat " * 40),
+        2: texts("a cat"),
+        3: texts(""),
+        4: [EncoderInput(token_ids=(2, 99, 3))],
+        5: texts("a \ud800"),
+    }
+    for request, inputs in calls.items():
+        core.handle(Encode(request=request, task="embed", inputs=tuple(inputs)))
+    while core.has_work:
+        core.step()
+    replies = {reply.request: reply for reply in core.take_replies() if isinstance(reply, EncodeReply)}
+    assert np.array_equal(np.frombuffer(replies[2].rows[0], dtype=np.float32), good[0])
+    for request, kind, said in (
+        (1, PromptTooLong, "input 1: the input has 82 tokens; the model takes 32"),
+        (3, EmptyPrompt, "empty"),
+        (4, InvalidParameter, "token id 99 is not in the vocabulary of"),
+        (5, InvalidParameter, "lone surrogate"),
+    ):
+        error = SglError.from_info(replies[request].error)  # type: ignore[arg-type]
+        assert type(error) is kind
+        assert said in error.message
+
+    # Numbers that are not finite, and a step that raises: whoever is in it.
+    def poisoned(ids: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
+        if 13 in ids:
+            raise RuntimeError("a kernel broke")
+        rows = model(ids, *rest)
+        rows[(ids == WORDS.index("dog")).any(dim=1)] = torch.nan
+        return rows
+
+    model = core._model
+    monkeypatch.setattr(core, "_model", poisoned)
+    core.handle(Encode(request=1, task="embed", inputs=tuple(texts("a dog", "a cat"))))
+    core.handle(Encode(request=2, task="embed", inputs=tuple(texts("the cat"))))
+    core.step()
+    first, second = core.take_replies()
+    assert isinstance(first, EncodeReply)
+    assert first.error is not None
+    assert first.error.code == InvalidLogits.code
+    assert isinstance(second, EncodeReply)
+    assert (second.request, second.error) == (2, None)
+    core.handle(Encode(request=3, task="embed", inputs=(EncoderInput(token_ids=(2, 13, 3)),)))
+    core.step()
+    (third,) = core.take_replies()
+    assert isinstance(third, EncodeReply)
+    assert third.error is not None
+    assert third.error.code == "internal_error"
+    assert ask(core, "embed", texts("a cat")).shape == (1, 48)
+
+
+def test_what_is_too_long_is_cut_when_asked(tmp_path: Path) -> None:
+    core = core_of(write(tmp_path, make("ForSequenceClassification", num_labels=1)), context_length=9)
+    cut, whole = (
+        ask(core, "score", [EncoderInput(text=a, pair=b)], truncate=True)
+        for a, b in (("the cat sat on the mat", "a red dog ran"), ("the cat sat", "a red dog"))
+    )
+    assert np.array_equal(cut, whole)
+    assert np.array_equal(
+        ask(core, "score", [EncoderInput(text="a", pair="the cat sat on the mat")], truncate=True),
+        ask(core, "score", [EncoderInput(text="a", pair="the cat sat on the")], truncate=False),
+    )
+
+
+# --- what folders say -----------------------------------------------------------------------------------------------
+
+
+def test_the_files_of_sentence_transformers(tmp_path: Path) -> None:
+    prompts = {"prompts": {"query": "the red "}, "default_prompt_name": "query"}
+    files = {
+        **sentence_files(),
+        "sentence_bert_config.json": {"max_seq_length": 16},
+        "config_sentence_transformers.json": prompts,
+    }
+    write(tmp_path / "a", make(), files)
+    config = opened(tmp_path / "a").config
+    assert (config.pooling, config.normalize, config.max_len, config.prompt) == ("mean", True, 16, "the red ")
+    plain = write(tmp_path / "b", make(), sentence_files())
+    assert np.array_equal(
+        ask(core_of(tmp_path / "a"), "embed", texts("cat")), ask(core_of(plain), "embed", texts("the red cat"))
+    )
+    config = opened(write(tmp_path / "c", make())).config
+    assert (config.pooling, config.normalize, config.max_len) == ("mean", False, 32)
+
+
+@pytest.mark.parametrize(
+    ("files", "fields", "kind", "said"),
+    [
+        (sentence_files("pooling_mode_max_tokens"), {}, UnsupportedModel, "pools by pooling_mode_max_tokens"),
+        (
+            {"modules.json": [{"type": "x.Transformer"}, {"type": "x.Dense", "path": "2"}]},
+            {},
+            UnsupportedModel,
+            "Dense",
+        ),
+        ({"modules.json": [{}, {"type": "x.Pooling", "path": "../up"}]}, {}, CorruptModel, "names the folder"),
+        ({"modules.json": {}}, {}, CorruptModel, "modules.json"),
+        ({"sentence_bert_config.json": {"max_seq_length": "x"}}, {}, CorruptModel, "max_seq_length is 'x'"),
+        ({}, {"hidden_act": "swish9"}, UnsupportedModel, "hidden_act is 'swish9'"),
+        ({}, {"position_embedding_type": "relative_key"}, UnsupportedModel, "relative_key"),
+        ({}, {"is_decoder": True}, UnsupportedModel, "is_decoder"),
+        ({}, {"quantization_config": {"a": 1}}, UnsupportedModel, "quantized"),
+        ({}, {"num_attention_heads": 5}, CorruptModel, "48 features over 5 heads"),
+        ({}, {"hidden_size": "x"}, CorruptModel, "hidden_size"),
+        ({}, {"num_hidden_layers": 4}, CorruptModel, "lacks 16 tensors: encoder.layer.3"),
+        ({}, {"num_hidden_layers": 2}, CorruptModel, "has unexpected 16 tensors"),
+        ({}, {"intermediate_size": 64}, CorruptModel, "of another shape"),
+        ({}, {"vocab_size": 8}, CorruptModel, "has 19 ids and the model 8"),
+    ],
+)
+def test_folders_that_are_refused(
+    tmp_path: Path, files: dict[str, Any], fields: dict[str, Any], kind: type[SglError], said: str
+) -> None:
+    write(tmp_path, make(), files, **fields)
+    with pytest.raises(kind, match=said):
+        core_of(tmp_path)
+
+
+def test_options_that_encoders_do_not_have(tmp_path: Path) -> None:
+    checkpoint = opened(write(tmp_path, make()))
+    machine = EncoderMachine(cpu_count=2, available_bytes=10**9)
+    resolved = resolve_encoder(EngineConfig(), checkpoint.config, checkpoint.num_parameters(), machine)
+    assert (resolved.dtype, resolved.device, resolved.context_len, resolved.num_threads) == ("float32", "cpu", 32, 2)
+    assert {reason.field for reason in resolved.reasons} >= {"dtype", "device", "context_length"}
+    for options, said in (
+        ({"quantization": "int8"}, "quantization is 'int8'"),
+        ({"context_length": 33}, "32 positions"),
+        ({"device": "cuda"}, "no CUDA device"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            resolve_encoder(EngineConfig(**options), checkpoint.config, 1000, machine)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="weights need"):
+        resolve_encoder(EngineConfig(), checkpoint.config, 10**9, machine)
+    with pytest.raises(UnsupportedModel, match="BertModel is an encoder"):
+        open_checkpoint(locate(str(tmp_path)))
+
+
+# --- a whole engine -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def cross_encoder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Engine, Any, Path]]:
+    folder = tmp_path_factory.mktemp("cross")
+    model = make("ForSequenceClassification", num_labels=1, id2label={0: "fits"}, label2id={"fits": 0})
+    write(folder, model)
+    with Engine(model_path=str(folder), device="cpu") as engine:
+        yield engine, model, folder
+
+
+def test_an_engine_scores_ranks_and_classifies(cross_encoder: tuple[Engine, Any, Path]) -> None:
+    engine, model, folder = cross_encoder
+    documents = ["a dog", "the cat sat", "the red mat ."]
+    with torch.inference_mode():
+        expected = model(**encoded(folder, ["a cat"] * 3, documents)).logits[:, 0].sigmoid().tolist()
+    scored = engine.score_pairs([("a cat", document) for document in documents])
+    assert [out["score"] for out in scored] == pytest.approx(expected, abs=1e-5)
+    assert scored[0]["meta_info"]["prompt_tokens"] == 7
+    assert engine.score_pairs(("a cat", "a dog"))["score"] == scored[0]["score"]
+    ranked = engine.rerank("a cat", documents, top_n=2)
+    assert [out["index"] for out in ranked] == sorted(range(3), key=lambda index: -expected[index])[:2]
+    assert ranked[0]["document"] == documents[ranked[0]["index"]]
+    assert set(engine.classify("a cat")["probs"]) == {"fits"}
+    assert engine.server_info()["kind"] == "encoder"
+    assert engine.health().ready
+    assert engine.stats()["num_calls"] >= 3
+
+
+def test_an_encoder_generates_nothing(cross_encoder: tuple[Engine, Any, Path]) -> None:
+    engine, _, _ = cross_encoder
+    for ask_for in (
+        lambda: engine.generate("a cat"),
+        lambda: engine.pin("a cat"),
+        lambda: engine.encode("a cat"),
+        lambda: engine.override(max_queue=3, why="no"),
+    ):
+        with pytest.raises(Unsupported):
+            ask_for()
+    core = core_of(cross_encoder[2])
+    core.handle(Submit(program=4, graph=Graph(nodes=()), open=ProgramOptions(name="p")))
+    (events,) = core.take_replies()
+    assert isinstance(events, Events)
+    ((program, event),) = events.events
+    assert program == 4
+    assert isinstance(event, FailedEvent)
+    assert event.error.code == Unsupported.code
+
+
+def test_calls_of_a_wrong_form(cross_encoder: tuple[Engine, Any, Path]) -> None:
+    engine, _, _ = cross_encoder
+    for ask_for, said in (
+        (lambda: engine.classify(), "exactly one of prompt and input_ids"),
+        (lambda: engine.classify(["a", 3]), "prompt has 3"),  # type: ignore[list-item]
+        (lambda: engine.classify(input_ids=["x"]), "input_ids"),  # type: ignore[list-item]
+        (lambda: engine.score_pairs([("a", "b", "c")]), "expected two texts"),
+        (lambda: engine.score_pairs("ab"), "expected a list"),
+        (lambda: engine.rerank("a", ["b"], top_n=0), "top_n is 0"),
+        (lambda: engine.classify(["a"] * 100_000), "in one call"),
+    ):
+        with pytest.raises(InvalidParameter, match=said):
+            ask_for()
+    with pytest.raises(EmptyPrompt):
+        engine.classify([])
+    assert engine.classify(input_ids=[2, 6, 7, 3])["label"] == "fits"
+
+
+def test_one_text_and_many(tmp_path: Path) -> None:
+    core = core_of(write(tmp_path, make(), sentence_files()))
+
+    class Client:
+        info: Mapping[str, Any] = {}
+
+        def ask(self, make_message: Any) -> Future[Any]:
+            answer: Future[Any] = Future()
+            core.handle(make_message(1))
+            while core.has_work:
+                core.step()
+            (reply,) = core.take_replies()
+            answer.set_result(reply)
+            return answer
+
+    def embedded(given: Any, **options: Any) -> Any:
+        call = texts_call(Client(), "embed", given, options.get("input_ids"), truncate=False)
+        return call.outputs(call.future.result())
+
+    one, many = embedded("a cat"), embedded(["a cat", "the dog ran"])
+    assert one["embedding"] == pytest.approx(many[0]["embedding"], abs=1e-6)
+    assert (len(one["embedding"]), one["meta_info"]["prompt_tokens"], len(many)) == (48, 4, 2)
+    ids = [WORDS.index(word) for word in ("[CLS]", "a", "cat", "[SEP]")]
+    assert embedded(None, input_ids=ids)["embedding"] == one["embedding"]
+    assert len(embedded(None, input_ids=[ids])) == 1
+
+
+def test_a_decoder_gives_no_embeddings(dummy_engine: Engine) -> None:
+    with pytest.raises(Unsupported, match="generates text"):
+        dummy_engine.encode("a cat")
