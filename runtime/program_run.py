@@ -1,10 +1,10 @@
 """One program while it runs in the engine: its nodes, requests and events.
 
-Owns what a program does: the execution of its nodes, the text and ids of its branches, its requests, its end. Which
-branches there are and what waits for what is `program_flow`'s; what precedes a generation, `program_jobs`'. Does not
-own pages, the tree or any step: it asks the scheduler to fork, truncate, release, and to run requests. Called only from
-the engine core's thread, except that jobs (encoding text, compiling a constraint) may run elsewhere; a branch with a
-job is busy and nobody touches it meanwhile.
+Owns what a program does: the execution of its nodes, its requests, its end. Which branches there are and what waits for
+what is `program_flow`'s; their text and ids, `program_text`'s; what precedes a generation, `program_jobs`'; how long it
+may all take, `program_time`'s. Does not own pages, the tree or any step: it asks the scheduler to fork, release, and to
+run requests. Called only from the engine core's thread, except that jobs (encoding text, compiling a constraint) may
+run elsewhere; a branch with a job is busy and nobody touches it meanwhile.
 
 A branch executes its nodes in order and stops at one that has to wait: for a value, for a join, for its request. What
 fails ends the whole program: every request is aborted, every page let go, and one `FailedEvent` names the node.
@@ -23,7 +23,6 @@ import msgspec
 
 from sgl.errors import (
     Cancelled,
-    DeadlineExceeded,
     ErrorInfo,
     InvalidProgram,
     SglError,
@@ -52,14 +51,13 @@ from sgl.lang.graph import (
     StateHandle,
     StateText,
     Text,
-    TextEvent,
     Tokens,
     Usage,
     ValueEvent,
     validate,
 )
 from sgl.runtime.admission import check_generations
-from sgl.runtime.branch import SMALL, Branch, Read, Reply, text_bytes, text_len
+from sgl.runtime.branch import SMALL, Branch, Read, Reply, text_len
 from sgl.runtime.cache_key import CacheKey
 from sgl.runtime.failures import internal_error, typed
 from sgl.runtime.healing import Seam
@@ -69,7 +67,9 @@ from sgl.runtime.program_flow import ProgramFlow, stuck
 from sgl.runtime.program_gen import Drawing
 from sgl.runtime.program_jobs import PrepareGen, encode_options
 from sgl.runtime.program_select import OptionScoring
-from sgl.runtime.selection import Selection, common_length
+from sgl.runtime.program_text import ProgramText
+from sgl.runtime.program_time import Lifetime
+from sgl.runtime.selection import Selection
 from sgl.runtime.sequence import ProgramInfo, Request
 from sgl.runtime.sequence import Sequence as TokenSequence
 from sgl.runtime.services import Services
@@ -91,11 +91,11 @@ class ProgramRun:
         self.options = options
         self.ended = False
         self._info = ProgramInfo(id, options.name)
-        self._idle_since: float | None = None
         self._path_lengths: dict[int, int] = {}
-        self.deadline = services.now() + options.deadline_s if options.deadline_s is not None else None
         self._services = services
         self._scheduler = services.scheduler
+        self._time = Lifetime(options, services.config.state_lease, services.now())
+        self._text = ProgramText(id, options, services, self._count)
         self._namespace = CacheKey(salt=options.cache_salt, program=id if services.config.disable_radix_cache else None)
         self._work: dict[int, Drawing | OptionScoring] = {}  # by sequence
         self._depth = 0
@@ -124,7 +124,7 @@ class ProgramRun:
             self._fail_by(error)
 
     def _take(self, graph: Graph, *, finish: bool) -> None:
-        self._idle_since = None
+        self._time.go_on()
         self._path_lengths.update(path_lengths(graph))
         touched = self._flow.take(graph)
         self._finish = self._finish or finish
@@ -155,31 +155,13 @@ class ProgramRun:
 
     @property
     def expires_at(self) -> float | None:
-        """When time ends it on the engine's clock, if nothing happens before: its deadline, or its lease while idle."""
-        lease = self._services.config.state_lease
-        ends = None if lease is None or self._idle_since is None else self._idle_since + lease
-        return min((end for end in (self.deadline, ends) if end is not None), default=None)
+        """When time ends it on the engine's clock, if nothing happens before (see `Lifetime`)."""
+        return self._time.ends_at
 
     def check_time(self, now: float) -> None:
         """Fail the program when its time, or the lease of its state, is over."""
-        expires_at = self.expires_at
-        if expires_at is None or now < expires_at or self.ended:
-            return
-        if expires_at == self.deadline:
-            self.fail(
-                DeadlineExceeded(
-                    f"program {self.options.name!r} ran longer than its deadline of {self.options.deadline_s} s",
-                    hint="raise deadline_s, or generate less",
-                )
-            )
-        else:
-            self.fail(
-                StateLost(
-                    f"program {self.options.name!r} waited longer than its lease of "
-                    f"{self._services.config.state_lease:g} s for its next fragment",
-                    hint="go on sooner, or raise state_lease",
-                )
-            )
+        if not self.ended and (error := self._time.over(now)) is not None:
+            self.fail(error)
 
     def cancel(self) -> None:
         """End the program because the client says so."""
@@ -268,14 +250,14 @@ class ProgramRun:
                 if (written := self._flow.text_of(branch, node)) is None:
                     return None
                 branch.transcript.add_text(written)
-                self._stream_text(branch)
+                self._text.stream(branch)
             case Role():
                 if node.begin:
                     branch.transcript.begin(node.role)
                 else:
                     branch.transcript.end()
-                self._apply_cuts(branch)
-                self._stream_text(branch)
+                self._text.follow_template(branch)
+                self._text.stream(branch)
             case Tokens() | Fork() | Mark() if branch.has_long_unit:
                 branch.busy = True
                 self._services.run_job(
@@ -283,11 +265,7 @@ class ProgramRun:
                 )
                 return None
             case Tokens():
-                self._flush(branch)
-                branch.sequence.token_ids.extend(self._valid_ids(node.token_ids))
-                text = self._services.tokenizer.decode(node.token_ids, skip_special_tokens=False)
-                branch.transcript.add_generated(text, len(node.token_ids))
-                self._stream_text(branch)
+                self._text.append_ids(branch, node.token_ids)
             case Gen():
                 branch.busy = True
                 branch.started_at = self._services.now()
@@ -295,10 +273,7 @@ class ProgramRun:
             case Select():
                 branch.busy = True
                 branch.started_at = self._services.now()
-                if reopened := branch.transcript.reopen():
-                    # A fork or mark ended the unit; the options are encoded with its text all the same.
-                    self._scheduler.truncate(branch.sequence, len(branch.sequence) - reopened)
-                    self._scheduler.stats.tokenized_bytes -= text_bytes(branch.transcript.pending_pieces)
+                self._text.reopen(branch)
                 pending = branch.transcript.pending_pieces
                 self._services.run_job(
                     partial(encode_options, node, pending, self._services.tokenizer, start=not len(branch.sequence)),
@@ -306,7 +281,7 @@ class ProgramRun:
                     small=len(node.choices) * text_len(pending) < SMALL,
                 )
             case Fork():
-                self._flush(branch)
+                self._text.flush(branch)
                 for child_id in node.children:
                     sequence = self._scheduler.fork(branch.sequence)
                     self._flow.bear(Branch(child_id, sequence, branch.transcript.copy()))
@@ -315,7 +290,7 @@ class ProgramRun:
                 if not self._flow.joins(branch, node):
                     return None
                 if node.mode == "append":
-                    self._append_children(branch, [self._branches[child_id] for child_id in node.children])
+                    self._text.append_children(branch, [self._branches[child_id] for child_id in node.children])
                 self._flow.joined(node)
                 self._services.emit(self.id, JoinedEvent(node=node.id, branch=branch.id))
                 return node.children
@@ -325,18 +300,9 @@ class ProgramRun:
                 self._scheduler.release(branch.sequence)
                 self._flow.bury(branch)
             case Mark():
-                self._flush(branch)
-                branch.marks[node.label] = (list(branch.sequence.token_ids), branch.transcript.copy())
+                self._text.mark(branch, node.label)
             case Rewind():
-                if node.label not in branch.marks:
-                    raise InvalidProgram(f"no mark {node.label!r} on this branch", location=node.location)
-                ids, transcript = branch.marks[node.label]
-                # A select after the mark may have encoded its last word anew: the ids of the mark come back.
-                kept = common_length([ids, branch.sequence.token_ids])
-                self._scheduler.truncate(branch.sequence, kept)
-                branch.sequence.token_ids.extend(ids[kept:])
-                branch.transcript = transcript.copy()
-                branch.num_streamed = min(branch.num_streamed, len(transcript.text))
+                self._text.rewind(branch, node)
             case _:
                 raise Unsupported(
                     f"the local engine cannot execute {type(node).__name__} nodes",
@@ -345,48 +311,11 @@ class ProgramRun:
                 )
         return ()
 
-    # --- text ---
-
-    def _flush(self, branch: Branch) -> None:
-        """Encode the pending unit and append it."""
-        self._append_unit(branch, *branch.encode_unit())
-
     def _flushed(self, branch: Branch, node: Node, ids: list[int], num_bytes: int) -> None:
         """A long unit is encoded: the node that ended it can run now."""
-        self._append_unit(branch, ids, num_bytes)
+        self._text.append_unit(branch, ids, num_bytes)
         branch.busy = False
         self._advance([branch.id])
-
-    def _append_unit(self, branch: Branch, ids: list[int], num_bytes: int) -> None:
-        branch.sequence.token_ids.extend(ids)
-        self._scheduler.stats.tokenized_bytes += num_bytes
-
-    def _valid_ids(self, token_ids: Sequence[int]) -> Sequence[int]:
-        vocab_size = self._services.tokenizer.vocab_size
-        for token_id in token_ids:
-            if not 0 <= token_id < vocab_size:
-                raise InvalidProgram(
-                    f"token id {token_id} is outside the vocabulary of {vocab_size}",
-                    hint=f"ids are 0 to {vocab_size - 1}",
-                )
-        return token_ids
-
-    def _apply_cuts(self, branch: Branch) -> None:
-        """Follow the transcript where the template rewrote earlier turns."""
-        for cut in branch.transcript.cuts:
-            if cut.drop_tokens:
-                self._scheduler.truncate(branch.sequence, cut.keep_tokens)
-                self._count(Usage(rerendered_tokens=cut.drop_tokens))
-        branch.transcript.cuts.clear()
-
-    def _stream_text(self, branch: Branch) -> None:
-        """Send what was appended to the branch's text, once a template cannot change it any more by trimming."""
-        if self.options.stream and not (branch.transcript.role is not None and branch.transcript.pending_pieces):
-            self._emit_new_text(branch)
-
-    def _emit_new_text(self, branch: Branch) -> None:
-        if text := branch.unstreamed():
-            self._services.emit(self.id, TextEvent(branch=branch.id, text=text))
 
     # --- generations ---
 
@@ -417,14 +346,14 @@ class ProgramRun:
         grammar: CompiledGrammar | None,
         seam: Seam | None,
     ) -> None:
-        self._stream_text(branch)
+        self._text.stream(branch)
         if seam is not None and len(branch.sequence) + len(ids) > 1 and branch.transcript.take_back(seam.text):
             branch.num_streamed -= len(seam.text) if self.options.stream else 0
             ids = ids[:-1]
             self._count(Usage(healed_tokens=1))
         else:
             seam = None
-        self._append_unit(branch, ids, num_bytes)
+        self._text.append_unit(branch, ids, num_bytes)
         seed = self._seed(node.id)
         self._run(Drawing(node, branch, grammar, self._services, self.options, seed=seed, seam=seam))
 
@@ -433,7 +362,7 @@ class ProgramRun:
     def _start_select(
         self, branch: Branch, node: Select, selection: Selection, unit: list[int], num_bytes: int
     ) -> None:
-        self._append_unit(branch, unit[: selection.num_stable], num_bytes)
+        self._text.append_unit(branch, unit[: selection.num_stable], num_bytes)
         self._count(Usage(healed_tokens=len(unit) - selection.num_stable))
         self._run(OptionScoring(node, branch, selection, self._services, self.options, seed=self._seed(node.id)))
 
@@ -461,7 +390,7 @@ class ProgramRun:
                 self._run(work)
                 return
         event = work.finish()
-        self._stream_text(work.branch)
+        self._text.stream(work.branch)
         if isinstance(work, Drawing) and (check := work.value_check(event)) is not None:
             done = partial(self._guarded, work.branch, work.node, partial(self._done, event=event))
             self._services.run_job(check, done, small=False)
@@ -489,22 +418,10 @@ class ProgramRun:
         branch.busy = False
         self._advance({branch.id, *woken})
 
-    def _append_children(self, branch: Branch, children: Sequence[Branch]) -> None:
-        """Join by appending: the text of each child since the fork goes on on the parent.
-
-        It is encoded with the parent's next unit; all but the first child's is computed again (see `Usage`).
-        """
-        for child in children:
-            branch.transcript.add_text(child.transcript.text[child.text_at_fork :])
-        self._count(Usage(joined_tokens=sum(len(child.sequence) - child.len_at_fork for child in children)))
-        self._stream_text(branch)
-
-    def _count(self, usage: Usage, *, total: bool = True) -> Usage:
-        """Count what belongs to no request in the engine's statistics, and in the program's unless not `total`."""
+    def _count(self, usage: Usage) -> None:
+        """Count what belongs to no request, in the program's usage and in the engine's statistics."""
         self._scheduler.stats.add(usage)
-        if total:
-            self._usage += usage
-        return usage
+        self._usage += usage
 
     def _seed(self, node: int) -> int:
         data = f"{self._services.config.random_seed}:{self.id}:{node}".encode()
@@ -523,7 +440,7 @@ class ProgramRun:
             self.fail(InvalidProgram(f"nodes on branches that nothing forks: {sorted(unborn)}"))
             return
         if not self._finish:
-            self._idle_since = self._services.now()
+            self._time.rest(self._services.now())
             self._services.expect_end(self)
             touched = [self._branches[id] for id in sorted(self._flow.touched) if id in self._branches]
             self._flow.touched.clear()
@@ -532,8 +449,8 @@ class ProgramRun:
                 self._services.emit(self.id, HandlesEvent(handles))
             return
         main = self._branches.get(MAIN_BRANCH)
-        if main is not None and self.options.stream:
-            self._emit_new_text(main)
+        if main is not None:
+            self._text.stream_all(main)
         text = main.transcript.text if self.options.want_text and main is not None else ""
         self._services.emit(self.id, DoneEvent(usage=self._usage, text=text))
         self._close(StateLost(f"program {self.options.name!r} has ended"))
