@@ -140,9 +140,9 @@ def compute_alike(model: nn.Module) -> None:
 
 def prepack(model: nn.Module) -> None:
     """Have oneDNN keep the weights of a model's products in its own order. A table stays as it is, because its rows are
-    read; so does a head that is one."""
+    read; so does a head that is one. Again is nothing: several runners may share a model."""
     for module in model.modules():
-        if isinstance(module, Linear) and module.packed is None:
+        if isinstance(module, Linear) and module.product is functional.linear and module.packed is None:
             module.weight = nn.Parameter(prepacked.pack(module.weight), requires_grad=False)
             module.product = prepacked.linear
 
@@ -209,7 +209,8 @@ class Attention(nn.Module):
         key_TKD = self.k_proj(x_TN).view(num_tokens, -1, self.head_dim)
         value_TKD = self.v_proj(x_TN).view(num_tokens, -1, self.head_dim)
         if self.q_norm is not None and self.k_norm is not None:
-            query_THD, key_TKD = self.q_norm(query_THD), self.k_norm(key_TKD)
+            query_THD = self.q_norm(query_THD.view(-1, self.head_dim)).view(query_THD.shape)
+            key_TKD = self.k_norm(key_TKD.view(-1, self.head_dim)).view(key_TKD.shape)
         if self.rotary_table is not None:
             cos_sin = angles[self.rotary_table]
             query_THD, key_TKD = self.rotary(query_THD, *cos_sin), self.rotary(key_TKD, *cos_sin)

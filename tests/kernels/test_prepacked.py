@@ -16,7 +16,7 @@ from sgl.runtime.config import EngineConfig, resolve
 from sgl.runtime.loading.checkpoint import open_checkpoint
 from sgl.runtime.loading.sources import locate
 from sgl.runtime.model_runner import ModelRunner
-from sgl.runtime.models.layers import Linear
+from sgl.runtime.models.layers import Linear, prepack
 from sgl.runtime.plan import Chunk, SampleSpec, StepPlan
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -69,3 +69,4 @@ def test_a_model_without_a_compiler_computes_with_packed_weights(monkeypatch: py
         for runner in (plain, packed)
     ]
     assert layouts == [{torch.strided}, {torch._mkldnn}]  # type: ignore[attr-defined]
+    prepack(packed.model)  # another runner of the same model
