@@ -3,14 +3,29 @@
 Lengths are forced (`regex` of so many letters), so that what a run costs is known ahead to the token whatever the model
 says, and a value that goes back into a prompt is as long as expected. Python code between generations is real: it
 compares, chooses and calls tools; `assume` is what explaining takes those values to be.
+
+`PYTHONPATH=tests python -m support.suite [MODEL [FOLDER]]` writes each program's prediction to a file, runs it, and
+prints both.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+import json
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgspec
 
 import sgl
+
+if TYPE_CHECKING:
+    from sgl.bench.stepped import SteppedEngine
+    from sgl.lang.explain import Explanation
+    from sgl.lang.rendering import Renderer
 
 
 def letters(name: str, num: int) -> Any:
@@ -116,3 +131,44 @@ SUITE = [
     Case("judge", judge, [{"essay": "Tea is older than the cup it is drunk from. " * 3}]),
     Case("json extraction", extract, [{"text": "Ada Lovelace was born in London in 1815."}]),
 ]
+
+
+def measured(case: Case, engine: SteppedEngine, renderer: Renderer, prediction: Path) -> Explanation:
+    """Explain a program, write the prediction down, and then run it; rows begin in the same step of the engine."""
+    plan = case.program.explain(rows=case.rows, assume=case.assume, renderer=renderer)
+    plan.save(prediction)
+    engine.flush_cache()
+    with ThreadPoolExecutor(1) as pool:
+        with engine.held():
+            arrived = len(engine.messages)
+            run = pool.submit(plan.measure, engine)
+            run.add_done_callback(engine.notify)
+            engine.wait_for_programs(arrived + len(case.rows), otherwise=run.done)
+        return run.result()
+
+
+def report(model: str, folder: Path) -> Iterator[str]:
+    """A table of the suite: what each program was predicted to cost, and what it cost."""
+    from sgl.bench.stepped import SteppedEngine
+    from sgl.runtime.config import EngineConfig
+    from sgl.runtime.rendering import model_renderer
+
+    columns = ("requests", "prefill_tokens", "cached_tokens", "forwards")
+    yield "| program (predicted / measured) | requests | prefilled | shared | forwards | prefilled as plain requests |"
+    yield "|---|---|---|---|---|---|"
+    renderer = model_renderer(EngineConfig(model_path=model))
+    with SteppedEngine(model_path=model, num_threads=1, max_total_tokens=4096) as engine:
+        for case in SUITE:
+            plan = measured(case, engine, renderer, folder / f"{case.name}.json")
+            before = json.loads((folder / f"{case.name}.json").read_text())["predicted"]
+            after = msgspec.to_builtins(plan.measured)
+            cells = [f"{before[name]:,} / {after[name]:,}" for name in columns]
+            yield f"| {case.name} | {' | '.join(cells)} | {plan.plan.plain_tokens:,} |"
+
+
+if __name__ == "__main__":
+    model_path = sys.argv[1] if len(sys.argv) > 1 else "dummy"
+    with tempfile.TemporaryDirectory() as made:
+        where = Path(sys.argv[2]) if len(sys.argv) > 2 else Path(made)
+        for line in report(model_path, where):
+            sys.stdout.write(line + "\n")

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 import pytest
-from support.suite import SUITE, Case, few_shot, judge, react, tree_of_thought
+from support.suite import SUITE, Case, few_shot, judge, measured, react, tree_of_thought
 
 import sgl
 from sgl.bench.stepped import SteppedEngine
@@ -32,19 +31,9 @@ def stepped() -> Iterator[SteppedEngine]:
 
 @pytest.mark.parametrize("case", SUITE, ids=lambda case: case.name)
 def test_the_suite_costs_what_was_predicted(case: Case, stepped: SteppedEngine, tmp_path: Path):
-    renderer = model_renderer(EngineConfig(model_path="dummy"))
-    plan = case.program.explain(rows=case.rows, assume=case.assume, renderer=renderer)
-    plan.save(tmp_path / "prediction.json")  # before the run
+    plan = measured(case, stepped, model_renderer(EngineConfig(model_path="dummy")), tmp_path / "prediction.json")
     predicted = json.loads((tmp_path / "prediction.json").read_text())["predicted"]
-    stepped.flush_cache()
-    with ThreadPoolExecutor(1) as pool:
-        with stepped.held():
-            arrived = len(stepped.messages)
-            run = pool.submit(plan.measure, stepped)
-            run.add_done_callback(stepped.notify)
-            stepped.wait_for_programs(arrived + len(case.rows), otherwise=run.done)
-        measured = run.result().measured
-    assert msgspec.to_builtins(measured) == predicted
+    assert msgspec.to_builtins(plan.measured) == predicted
     assert plan.plan.complete
     assert plan.plan.plain_tokens > predicted["prefill_tokens"]
     assert sum(step.steps for step in plan.plan.critical_path) <= predicted["forwards"]
