@@ -1,9 +1,9 @@
 """The engine core of an encoder: texts in, vectors or label scores out, no pages and no steps of a sequence.
 
-Owns the inputs that wait and how they are put together: each step computes as many as fit into `max_batch_tokens`, the
-one that came first and those whose length is nearest to its own, of whatever call. The worker drives it as it drives
-the core of a decoder: `handle` a message, `step`, send what both give. All calls come from one thread; tokenizing runs
-on the executor.
+Owns the inputs that wait and how they are put together: each step computes as many as fit into `max_batch_tokens`, one
+of the call whose turn it is and those whose length is nearest to its own, of whatever call. The worker drives it as it
+drives the core of a decoder: `handle` a message, `step`, send what both give. All calls come from one thread;
+tokenizing runs on the executor.
 
 A call is answered whole. What is wrong with one of its inputs is said before any of them is computed; a step that
 raises fails the calls that were in it, and nobody else.
@@ -16,7 +16,7 @@ import uuid
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -70,39 +70,57 @@ class EncoderStats(msgspec.Struct, kw_only=True):
     num_waiting: int = 0
 
 
-@dataclass
+@dataclass(eq=False)
 class _Call:
-    """A message that is being computed."""
+    """A message that is being computed: its texts, their rows as they come, and which of them still wait, in order."""
 
     request: int
     texts: Sequence[EncoderText]
-    rows: list[bytes]
-    missing: int
-    failed: bool = False
+    rows: dict[int, bytes]
+    waiting: list[int]
 
 
-@dataclass
 class _Waiting:
-    """Inputs by length, and in the order in which they came."""
+    """The calls with inputs that wait; they take turns."""
 
-    items: list[tuple[_Call, int]] = field(default_factory=list)
+    def __init__(self) -> None:
+        self._calls: deque[_Call] = deque()
+
+    def __len__(self) -> int:
+        return sum(len(call.waiting) for call in self._calls)
+
+    def add(self, call: _Call) -> None:
+        """A call joins behind the others."""
+        self._calls.append(call)
+
+    def drop(self, call: _Call) -> None:
+        """Nothing of a call waits any more."""
+        call.waiting.clear()
+        self._calls = deque(other for other in self._calls if other.waiting)
 
     def take(self, max_tokens: int) -> list[tuple[_Call, int]]:
-        """Inputs for one step: the first one, and those nearest to it in length, while all of them filled up to the
-        longest are at most `max_tokens`. At least one."""
-        lengths = [len(call.texts[index].ids) for call, index in self.items]
-        near = sorted(range(len(self.items)), key=lambda at: (abs(lengths[at] - lengths[0]), at))
-        taken: list[int] = []
+        """Inputs for one step: the first of the call whose turn it is, and of all calls those nearest to it in length,
+        while all of them filled up to the longest are at most `max_tokens`. At least one."""
+        turn = self._calls[0]
+        self._calls.rotate(-1)
+        first = len(turn.texts[turn.waiting[0]].ids)
+        # Its own inputs come before others as near, so that a turn always moves its call.
+        calls = (turn, *(call for call in self._calls if call is not turn))
+        near = sorted(
+            ((call, index) for call in calls for index in call.waiting),
+            key=lambda item: abs(len(item[0].texts[item[1]].ids) - first),
+        )
+        taken: list[tuple[_Call, int]] = []
         longest = 0
-        for at in near:
-            longest = max(longest, lengths[at])
+        for call, index in near:
+            longest = max(longest, len(call.texts[index].ids))
             if taken and longest * (len(taken) + 1) > max_tokens:
                 break
-            taken.append(at)
-        chosen = [self.items[at] for at in taken]
-        gone = set(taken)
-        self.items = [item for at, item in enumerate(self.items) if at not in gone]
-        return chosen
+            taken.append((call, index))
+        for call, index in taken:
+            call.waiting.remove(index)
+        self._calls = deque(call for call in self._calls if call.waiting)
+        return taken
 
 
 class EncoderCore:
@@ -144,7 +162,7 @@ class EncoderCore:
     @property
     def has_work(self) -> bool:
         """Whether `step` would compute something."""
-        return bool(self._waiting.items)
+        return len(self._waiting) > 0
 
     def handle(self, message: ToWorker | Refused) -> None:
         """Begin what a message asks for, or say why not; answers come from `take_replies`."""
@@ -152,7 +170,7 @@ class EncoderCore:
             case Encode():
                 self._begin(message)
             case GetStats():
-                self.stats.num_waiting = len(self._waiting.items)
+                self.stats.num_waiting = len(self._waiting)
                 # The counters of decoders are there, too, and stay 0: whoever watches engines asks all of them alike.
                 stats = {**Stats().as_dict(), **msgspec.to_builtins(self.stats), "overrides": []}
                 self._replies.append(StatsReply(request=message.request, stats=stats))
@@ -189,7 +207,7 @@ class EncoderCore:
 
     def step(self) -> bool:
         """Compute some of the inputs that wait; False when there are none."""
-        if not self._waiting.items:
+        if not self.has_work:
             return False
         batch = self._waiting.take(self._max_batch_tokens)
         try:
@@ -198,15 +216,19 @@ class EncoderCore:
             self._fail_step(batch, error)
             return True
         self._failed_steps, self._moved_at = 0, time.monotonic()
+        failed: set[_Call] = set()
         for (call, index), row in zip(batch, rows, strict=True):
+            if call in failed:
+                continue
             if row is None:
+                failed.add(call)
                 self._fail(call, InvalidLogits(f"input {index} gave numbers that are not finite"))
                 continue
             call.rows[index] = row
-            call.missing -= 1
-            if not call.missing and not call.failed:
+            if len(call.rows) == len(call.texts):
+                ordered = tuple(call.rows[index] for index in range(len(call.texts)))
                 counts = tuple(len(text.ids) for text in call.texts)
-                self._replies.append(EncodeReply(request=call.request, rows=tuple(call.rows), num_tokens=counts))
+                self._replies.append(EncodeReply(request=call.request, rows=ordered, num_tokens=counts))
         return True
 
     # --- calls --------------------------------------------------------------------------------------------------------
@@ -215,8 +237,6 @@ class EncoderCore:
         if (error := self._wrong_task(message)) is not None:
             self._replies.append(EncodeReply(request=message.request, error=error.to_info()))
             return
-        if not self.has_work:
-            self._moved_at = time.monotonic()
         if self._executor is None:
             future: Future[list[EncoderText]] = Future()
             try:
@@ -259,9 +279,10 @@ class EncoderCore:
             failure = internal_error("tokenizing failed", error)
             self._replies.append(EncodeReply(request=message.request, error=failure.to_info()))
             return
+        if not self.has_work:
+            self._moved_at = time.monotonic()
         self.stats.num_calls += 1
-        call = _Call(message.request, texts, [b""] * len(texts), len(texts))
-        self._waiting.items += [(call, index) for index in range(len(texts))]
+        self._waiting.add(_Call(message.request, texts, {}, list(range(len(texts)))))
 
     def _wrong_task(self, message: Encode) -> Unsupported | None:
         labels, name = self._config.num_labels, self._config.architecture
@@ -310,16 +331,13 @@ class EncoderCore:
 
     def _fail_step(self, batch: Sequence[tuple[_Call, int]], error: Exception) -> None:
         failure = internal_error("a step of the encoder failed", error)
-        for call, _ in batch:
+        for call in dict.fromkeys(call for call, _ in batch):
             self._fail(call, failure)
         self._failed_steps += 1
         if self._failed_steps >= _MAX_FAILED_STEPS:
             raise failure
 
     def _fail(self, call: _Call, error: SglError) -> None:
-        """Answer a call with an error, once, and forget what of it still waits."""
-        if call.failed:
-            return
-        call.failed = True
-        self._waiting.items = [item for item in self._waiting.items if item[0] is not call]
+        """Answer a call with an error, and forget what of it still waits."""
+        self._waiting.drop(call)
         self._replies.append(EncodeReply(request=call.request, error=error.to_info()))

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import array
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
 
 from sgl.errors import EmptyPrompt, InvalidParameter, Unsupported
 from sgl.limits import DEFAULT_LIMITS
-from sgl.runtime.messages import Encode, EncodeReply, EncoderInput, EncoderTask
+from sgl.runtime.messages import Encode, EncodeReply, EncoderInput, EncoderTask, ToWorker
 
 Output = dict[str, Any]
 
@@ -23,9 +23,11 @@ Output = dict[str, Any]
 class Asker(Protocol):
     """The client of the worker, as far as this module knows it: `WorkerClient`."""
 
-    info: Mapping[str, Any]
+    @property
+    def info(self) -> Mapping[str, Any]:
+        """What the worker said of itself."""
 
-    def ask(self, make: Any) -> Future[Any]:
+    def ask(self, make: Callable[[int], ToWorker]) -> Future[Any]:
         """Send the message that `make` builds for a request number; the answer's future."""
 
 

@@ -43,11 +43,11 @@ class Bert(nn.Module):
         super().__init__()
         self.config = config
         self.embeddings = _Embeddings(config)
-        self.encoder = nn.ModuleDict({"layer": nn.ModuleList(_Layer(config) for _ in range(config.num_hidden_layers))})
-        self.pooler: nn.ModuleDict | None = None
+        self.encoder = _Stack(config)
+        self.pooler: _Dense | None = None
         self.classifier: nn.Linear | None = None
         if config.num_labels:
-            self.pooler = nn.ModuleDict({"dense": nn.Linear(config.hidden_size, config.hidden_size)})
+            self.pooler = _Dense(config.hidden_size, config.hidden_size)
             self.classifier = nn.Linear(config.hidden_size, config.num_labels)
 
     def forward(self, token_ids_BL: torch.Tensor, type_ids_BL: torch.Tensor, lengths_B: torch.Tensor) -> torch.Tensor:
@@ -57,11 +57,9 @@ class Bert(nn.Module):
             lengths_B: tokens of each text, from the left; what stands behind is not looked at.
         """
         here_BL = torch.arange(token_ids_BL.shape[1], device=lengths_B.device) < lengths_B[:, None]
-        states_BLN = self.embeddings(token_ids_BL, type_ids_BL)
-        for layer in self.encoder["layer"]:
-            states_BLN = layer(states_BLN, here_BL[:, None, None, :])
+        states_BLN = self.encoder(self.embeddings(token_ids_BL, type_ids_BL), here_BL[:, None, None, :])
         if self.classifier is not None and self.pooler is not None:
-            logits: torch.Tensor = self.classifier(torch.tanh(self.pooler["dense"](states_BLN[:, 0]))).float()
+            logits: torch.Tensor = self.classifier(torch.tanh(self.pooler(states_BLN[:, 0]))).float()
             return logits
         vectors_BN = self._pooled(states_BLN.float(), here_BL, lengths_B)
         return functional.normalize(vectors_BN, dim=-1) if self.config.normalize else vectors_BN
@@ -91,29 +89,75 @@ class _Embeddings(nn.Module):
         return normed
 
 
+class _Stack(nn.Module):
+    """The layers, one after another."""
+
+    def __init__(self, config: EncoderConfig) -> None:
+        super().__init__()
+        self.layer = nn.ModuleList(_Layer(config) for _ in range(config.num_hidden_layers))
+
+    def forward(self, states_BLN: torch.Tensor, mask_B11L: torch.Tensor) -> torch.Tensor:
+        for layer in self.layer:
+            states_BLN = layer(states_BLN, mask_B11L)
+        return states_BLN
+
+
 class _Layer(nn.Module):
     """Attention and feed-forward, each added to what came in and normed behind it."""
 
     def __init__(self, config: EncoderConfig) -> None:
         super().__init__()
-        hidden, inner = config.hidden_size, config.intermediate_size
-        own = nn.ModuleDict({name: nn.Linear(hidden, hidden) for name in ("query", "key", "value")})
-        self.attention = nn.ModuleDict({"self": own, "output": _Output(hidden, config)})
-        self.intermediate = nn.ModuleDict({"dense": nn.Linear(hidden, inner)})
-        self.output = _Output(inner, config)
+        self.attention = _Attention(config)
+        self.intermediate = _Dense(config.hidden_size, config.intermediate_size)
+        self.output = _Output(config.intermediate_size, config)
         self.activate = ACTIVATIONS[config.hidden_act]
+
+    def forward(self, states_BLN: torch.Tensor, mask_B11L: torch.Tensor) -> torch.Tensor:
+        states_BLN = self.attention(states_BLN, mask_B11L)
+        after: torch.Tensor = self.output(self.activate(self.intermediate(states_BLN)), states_BLN)
+        return after
+
+
+class _Attention(nn.Module):
+    """Each token of a text looks at all of them."""
+
+    def __init__(self, config: EncoderConfig) -> None:
+        super().__init__()
+        self.self = _Heads(config)  # as checkpoints call it
+        self.output = _Output(config.hidden_size, config)
+
+    def forward(self, states_BLN: torch.Tensor, mask_B11L: torch.Tensor) -> torch.Tensor:
+        after: torch.Tensor = self.output(self.self(states_BLN, mask_B11L), states_BLN)
+        return after
+
+
+class _Heads(nn.Module):
+    """What the heads of attention give, side by side."""
+
+    def __init__(self, config: EncoderConfig) -> None:
+        super().__init__()
+        self.query, self.key, self.value = (nn.Linear(config.hidden_size, config.hidden_size) for _ in range(3))
         self.num_heads = config.num_attention_heads
 
     def forward(self, states_BLN: torch.Tensor, mask_B11L: torch.Tensor) -> torch.Tensor:
-        own = self.attention["self"]
         query, key, value = (
-            own[name](states_BLN).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
-            for name in ("query", "key", "value")
+            product(states_BLN).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+            for product in (self.query, self.key, self.value)
         )
         mixed_BHLD = functional.scaled_dot_product_attention(query, key, value, attn_mask=mask_B11L)
-        states_BLN = self.attention["output"](mixed_BHLD.transpose(1, 2).flatten(2), states_BLN)
-        after: torch.Tensor = self.output(self.activate(self.intermediate["dense"](states_BLN)), states_BLN)
-        return after
+        return mixed_BHLD.transpose(1, 2).flatten(2)
+
+
+class _Dense(nn.Module):
+    """One product, under the name that checkpoints give it."""
+
+    def __init__(self, in_features: int, out_features: int) -> None:
+        super().__init__()
+        self.dense = nn.Linear(in_features, out_features)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        product: torch.Tensor = self.dense(x)
+        return product
 
 
 class _Output(nn.Module):

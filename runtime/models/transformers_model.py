@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import msgspec
 import numpy as np
 import torch
 from torch import nn
@@ -69,10 +70,18 @@ class TransformersForCausalLM(nn.Module):
         register()
         self.model = model
         self.vocab_size = config.vocab_size
-        self._picks_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
-        facts = op_facts(config, model.dtype, model.device, deterministic=False)
-        self._ops = (registry.get("kv_write", facts), registry.get("paged_attention", facts))
+        if "logits_to_keep" not in inspect.signature(model.forward).parameters:
+            raise UnsupportedModel(
+                f"{type(model).__name__} of transformers computes the logits of all tokens, not of chosen ones",
+                hint=HINT,
+            )
         self._layers = layers_of(model, config)
+        facts = msgspec.structs.replace(
+            op_facts(config, model.dtype, model.device, deterministic=False),
+            window=max(layer.window for layer in self._layers.values()),
+            softcap=max(layer.softcap for layer in self._layers.values()),
+        )
+        self._ops = (registry.get("kv_write", facts), registry.get("paged_attention", facts))
         self._check(config)
 
     def forward(self, batch: ForwardBatch, cache: KVCache) -> torch.Tensor:
@@ -85,11 +94,15 @@ class TransformersForCausalLM(nn.Module):
 
     def _logits(self, token_ids_T: torch.Tensor, positions_T: torch.Tensor, rows_R: torch.Tensor) -> torch.Tensor:
         """Float32 `[R, V]` of one packed sequence, by the attention that the model is set to."""
-        given = {"logits_to_keep": rows_R if len(rows_R) else rows_R.new_zeros(1)} if self._picks_rows else {}
-        logits_TV = self.model(
-            input_ids=token_ids_T[None], position_ids=positions_T[None], use_cache=False, return_dict=True, **given
-        ).logits[0]
-        return (logits_TV[: len(rows_R)] if self._picks_rows else logits_TV[rows_R]).float()
+        result = self.model(
+            input_ids=token_ids_T[None],
+            position_ids=positions_T[None],
+            use_cache=False,
+            return_dict=True,
+            logits_to_keep=rows_R if len(rows_R) else rows_R.new_zeros(1),
+        )
+        logits_RV: torch.Tensor = result.logits[0, : len(rows_R)]
+        return logits_RV.float()
 
     # --- before it serves ---------------------------------------------------------------------------------------------
 

@@ -216,6 +216,23 @@ def test_steps_are_bounded_and_put_like_lengths_together(tmp_path: Path) -> None
     assert (stats.stats["num_inputs"], stats.stats["num_steps"], stats.stats["num_padded"]) == (11, steps, 0)
 
 
+def test_calls_take_turns(tmp_path: Path) -> None:
+    """A short call does not wait for all of a long one, whatever its lengths."""
+    core = core_of(write(tmp_path, make()), chunked_prefill_size=16)
+    core.handle(Encode(request=0, task="embed", inputs=tuple(texts(*["a dog"] * 40))))
+    core.handle(Encode(request=1, task="embed", inputs=tuple(texts("the cat sat on the mat , the dog"))))
+    core.take_replies()
+    for _ in range(2):
+        core.step()
+    (reply,) = core.take_replies()
+    assert isinstance(reply, EncodeReply)
+    assert reply.request == 1
+    core.handle(GetStats(request=9))
+    (stats,) = core.take_replies()
+    assert isinstance(stats, StatsReply)
+    assert stats.stats["num_waiting"] == 36
+
+
 def test_a_bad_call_harms_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     core = core_of(write(tmp_path, make()))
     good = ask(core, "embed", texts("a cat"))
