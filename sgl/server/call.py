@@ -64,6 +64,11 @@ class Server:
         self._renderer: ModelRenderer | None = None
         self._renderer_lock = asyncio.Lock()
 
+    @property
+    def is_generation(self) -> bool:
+        """Whether the model generates text; encoders do not."""
+        return self.info.get("kind") != "encoder"
+
     @cached_property
     def context_len(self) -> int:
         """Most tokens of a prompt with its output."""
@@ -204,6 +209,10 @@ class Call:
             return task.result()
         finally:
             await _end(task, gone)
+
+    async def on_thread(self, work: Callable[[], T]) -> T:
+        """The result of something that blocks."""
+        return await asyncio.to_thread(work)
 
     def json(self, value: Any, status: int = 200) -> Response:
         """An answer as JSON, with the warnings of this call."""

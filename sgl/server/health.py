@@ -64,7 +64,10 @@ async def ping(call: Call) -> Any:
 
 @routes.get("/health_generate", "user")
 async def health_generate(call: Call) -> Any:
-    """200 once a token was generated."""
+    """200 once a token was generated, or a text encoded."""
+    if not call.server.is_generation:
+        await call.while_connected(call.server.engine.async_encode(["probe"]))
+        return _answer(call, True, "")
     graph = Graph(
         nodes=(
             Tokens(id=0, token_ids=(0,)),

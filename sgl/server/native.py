@@ -245,14 +245,14 @@ async def get_model_info(call: Call) -> Any:
     return {
         "model_path": info["model_path"],
         "tokenizer_path": info["resolved"].get("tokenizer_path") or info["model_path"],
-        "is_generation": True,
+        "is_generation": call.server.is_generation,
         "preferred_sampling_params": dict(info["sampling_defaults"]) or None,
         "weight_version": "default",
         "has_image_understanding": False,
         "has_audio_understanding": False,
         "model_type": info["architecture"],
         "architectures": [info["architecture"]],
-        "embedding": False,
+        "embedding": not call.server.is_generation,
     }
 
 

@@ -43,8 +43,11 @@ def serve(config: ServerConfig, engine_fields: Mapping[str, Any], say: Callable[
     listener = _listen(config)
     try:
         with Engine(**engine_fields) as engine:
-            engine.generate(input_ids=[0], sampling_params={"max_new_tokens": 1, "ignore_eos": True})
             server = Server(engine, config)
+            if server.is_generation:
+                engine.generate(input_ids=[0], sampling_params={"max_new_tokens": 1, "ignore_eos": True})
+            else:
+                engine.encode("warm-up")
             for line in _told(server, listener):
                 say(line)
             return asyncio.run(_run(server, listener, say))

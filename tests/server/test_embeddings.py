@@ -1,0 +1,98 @@
+"""Encoders over HTTP give what the engine gives, in OpenAI's and SGLang's shapes."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import numpy as np
+import openai
+import pytest
+from support.serving import serving
+
+from sgl.runtime.engine import Engine
+
+WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "cat", "dog", "sat", "ran"]
+POOLING = {
+    "modules.json": [
+        {"path": "", "type": "sentence_transformers.models.Transformer"},
+        {"path": "1_Pooling", "type": "sentence_transformers.models.Pooling"},
+        {"path": "2_Normalize", "type": "sentence_transformers.models.Normalize"},
+    ],
+    "1_Pooling/config.json": {"word_embedding_dimension": 16, "pooling_mode_mean_tokens": True},
+}
+
+
+def saved(folder: Path, head: str, files: dict[str, Any], **fields: Any) -> Path:
+    """A tiny random BERT."""
+    import transformers
+
+    config = transformers.BertConfig(
+        vocab_size=len(WORDS), hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+        max_position_embeddings=16, **fields,
+    )  # fmt: skip
+    getattr(transformers, head)(config).save_pretrained(folder)
+    (folder / "vocab.txt").write_text("\n".join(WORDS) + "\n")
+    for name, content in files.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(json.dumps(content))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def embedder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    folder = saved(tmp_path_factory.mktemp("embedder"), "BertModel", POOLING)
+    with Engine(model_path=str(folder), device="cpu") as engine:
+        yield engine
+
+
+def test_openais_client_gets_the_engines_embeddings(embedder: Engine) -> None:
+    texts = ["the cat", "dog ran", "sat"]
+    want = [output["embedding"] for output in embedder.encode(texts)]
+    with serving(embedder) as served:
+        with openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as client:
+            found = client.embeddings.create(model="default", input=texts)  # asks for base64
+            one = client.embeddings.create(model="default", input="the cat", encoding_format="float", dimensions=4)
+        with httpx2.Client(base_url=served.url) as http:
+            encoded = http.post("/encode", json={"text": texts}).json()
+            raw = http.post("/v1/embeddings", json={"input": texts, "encoding_format": "base64"}).json()
+            for wrong in ([], [""], [[]], ["a", 1], [True], "the " * 400):
+                assert http.post("/v1/embeddings", json={"input": wrong}).status_code == 400
+            assert http.get("/health_generate").status_code == 200
+            assert http.post("/v1/rerank", json={"query": "a", "documents": ["b"]}).status_code == 501
+            assert http.post("/v1/completions", json={"prompt": "a"}).status_code in (400, 501)
+            assert http.get("/get_model_info").json()["embedding"]
+    for item, expected in zip(found.data, want, strict=True):
+        assert item.embedding == pytest.approx(expected, abs=1e-6)
+    assert found.usage.prompt_tokens == sum(output["meta_info"]["prompt_tokens"] for output in encoded)
+    assert [output["embedding"] for output in encoded] == [pytest.approx(expected) for expected in want]
+    assert np.frombuffer(base64.b64decode(raw["data"][1]["embedding"]), "<f4") == pytest.approx(want[1], abs=1e-6)
+    assert len(one.data[0].embedding) == 4
+    assert sum(value**2 for value in one.data[0].embedding) == pytest.approx(1.0)
+
+
+def test_a_cross_encoder_ranks(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "cross", "BertForSequenceClassification", {}, num_labels=1)
+    documents = ["the cat sat", "dog", "ran the dog", "cat cat"]
+    with Engine(model_path=str(folder), device="cpu") as engine:
+        want = engine.rerank("cat", documents)
+        with serving(engine) as served, httpx2.Client(base_url=served.url) as http:
+            body = {"query": "cat", "documents": documents}
+            full = http.post("/v1/rerank", json=body).json()["results"]
+            top = http.post("/v1/rerank", json={**body, "top_n": 2, "return_documents": False}).json()["results"]
+            assert http.post("/v1/rerank", json={**body, "documents": []}).status_code == 400
+    assert [(each["index"], each["document"]) for each in full] == [(each["index"], each["document"]) for each in want]
+    assert [each["score"] for each in full] == pytest.approx([each["score"] for each in want])
+    assert [each["index"] for each in top] == [each["index"] for each in want[:2]]
+    assert "document" not in top[0]
+
+
+def test_a_model_that_generates_says_so(dummy_engine: Engine) -> None:
+    with serving(dummy_engine) as served, httpx2.Client(base_url=served.url) as http:
+        response = http.post("/v1/embeddings", json={"input": "a"})
+    assert response.status_code == 501
+    assert response.json()["error"]["code"] == "unsupported"
