@@ -236,7 +236,8 @@ class Worker:
         except InternalError as error:
             log.error("a frame of %d bytes is refused: %s", len(frame), error.message)
             return True
-        self._note(message)
+        if not isinstance(message, Refused):  # which is none
+            self._note(message)
         match message:
             case Submit():
                 if message.open is not None:

@@ -15,7 +15,7 @@ from sgl.bench.harness import PairPlan
 from sgl.bench.load import CleanRule, Snapshot
 from sgl.bench.plain import PlainBackend
 from sgl.bench.program import count, run_calls, waves
-from sgl.bench.program_wall import CACHE_OFF, ONE_BY_ONE, TOGETHER, compare_engines, compare_forms
+from sgl.bench.program_wall import CACHE_OFF, ONE_BY_ONE, SEVERAL, TOGETHER, compare_engines, compare_forms
 from sgl.bench.stepped import SteppedEngine
 from sgl.bench.workloads import WORKLOADS, Call, Workload, named
 from sgl.bench.workloads.draw import Draw
@@ -180,13 +180,18 @@ def test_wall_time_of_both_forms() -> None:
     rule = CleanRule(min_window_s=0.0)
     plan = PairPlan(pairs=1, turn_s=0.0, quiet_s=0.0, rule=rule)
     fields = {"model_path": "dummy", "num_threads": 1, "max_total_tokens": 4096}
-    report = compare_forms(named(["hellaswag"]), scale=TINY, seed=0, plan=plan, fields=fields, sampler=QuietMachine())
+    both = named(["mmlu", "hellaswag"])
+    report = compare_forms(both, scale=TINY, seed=0, plan=plan, fields=fields, sampler=QuietMachine())
     assert [(each.workload, each.baseline) for each in report.comparisons] == [
+        ("mmlu", ONE_BY_ONE),
+        ("mmlu", TOGETHER),
         ("hellaswag", ONE_BY_ONE),
         ("hellaswag", TOGETHER),
         ("no_reuse", CACHE_OFF),
     ]
-    one_by_one, together, no_reuse = report.comparisons
+    _, alone, one_by_one, together, no_reuse = report.comparisons
+    assert alone.num_programs == alone.plain.requests == alone.programs.requests
+    assert alone.plain.prefill_tokens == alone.programs.prefill_tokens, "the same requests in both forms"
     assert one_by_one.plain.prefill_tokens > one_by_one.programs.prefill_tokens == together.programs.prefill_tokens
     assert together.plain.prefill_tokens >= together.programs.prefill_tokens
     assert one_by_one.plain.forwards > together.plain.forwards
@@ -194,9 +199,10 @@ def test_wall_time_of_both_forms() -> None:
     assert 0 <= no_reuse.plain.prefill_tokens - no_reuse.programs.prefill_tokens <= few
     assert no_reuse.plain.decode_tokens == no_reuse.programs.decode_tokens
     assert [(mean.baseline, mean.measured, mean.asked) for mean in report.means] == [
-        (ONE_BY_ONE, 1, 1),
-        (TOGETHER, 1, 1),
+        (ONE_BY_ONE, 2, 2),
+        (TOGETHER, 2, 2),
         (CACHE_OFF, 1, 1),
+        (SEVERAL, 1, 1),
     ]
 
 
