@@ -349,6 +349,8 @@ class _Check:
                     self.keyword(f"{pointer}/{_escaped(word)}", word, value, schema)
                 if self.backend == "xgrammar":
                     self.combination(pointer, schema)
+                else:
+                    self.beside_zero(pointer, schema)
         ends: set[str] = set()  # places whose references are known to come to an end
         for pointer, schema in self.places.items():
             self.reference_chain(pointer, schema, ends)
@@ -467,6 +469,20 @@ class _Check:
             for word in others:
                 if word in words:
                     self.ignored(pointer, word, "a pattern or format stands beside it", "write it into the pattern")
+
+    def beside_zero(self, pointer: str, schema: dict[str, Any]) -> None:
+        """Refuse a range that zero bounds without being in it and that no number of whole units reaches: llguidance
+        lets zero through there."""
+        sides = (
+            ("exclusiveMinimum", ("maximum", "exclusiveMaximum")),
+            ("exclusiveMaximum", ("minimum", "exclusiveMinimum")),
+        )
+        for word, others in sides:
+            bounds = [abs(schema[other]) for other in others if other in schema]
+            if schema.get(word) == 0 and bounds and min(bounds) < 1:
+                at = f"{pointer}/{word}"
+                message = f"{word!r} at {at} is not enforced by {self.backend} where the other bound is below 1 in size"
+                self.refuse(at, message, "use a minimum or maximum that is not zero")
 
     def ignored(self, pointer: str, word: str, why: str, hint: str) -> None:
         pointer = f"{pointer}/{_escaped(word)}"

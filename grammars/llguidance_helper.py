@@ -22,7 +22,9 @@ def make(first: dict[str, Any]) -> Callable[[dict[str, Any]], dict[str, Any]]:
     limits = llguidance.LLParserLimits(**first["limits"])
 
     def answer(request: dict[str, Any]) -> dict[str, Any]:
-        llguidance.LLMatcher(tokenizer, request["grammar"], log_level=0, limits=limits)
+        matcher = llguidance.LLMatcher(tokenizer, request["grammar"], log_level=0, limits=limits)
+        if not matcher.is_error():
+            matcher.compute_bitmask()  # a first look may take longer than all that came before
         return {}
 
     return answer

