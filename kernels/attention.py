@@ -154,7 +154,9 @@ def kv_write(
     value_TKD: torch.Tensor,
     slots_T: torch.Tensor,
 ) -> None:
-    """Store the step's keys and values in the pool of one layer, in place. Slots are distinct."""
+    """Store the step's keys and values in the pool of one layer, in place. Slots are distinct, but for those of rows
+    that only fill a step up."""
+    slots_T = slots_T.to(torch.int64)  # of another plan they may be int32
     keys_SKD.index_copy_(0, slots_T, key_TKD)
     values_SKD.index_copy_(0, slots_T, value_TKD)
 

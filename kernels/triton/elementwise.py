@@ -27,7 +27,7 @@ def _rms_norm(x, residual, weight, out, N, eps, BLOCK_N: tl.constexpr, ADD: tl.c
     wide = values.to(tl.float32)
     normed = wide * tl.rsqrt(tl.sum(wide * wide, axis=0) / N + eps)
     scale = tl.load(weight + ids, mask=inside, other=0.0)
-    tl.store(out + row + ids, normed.to(out.dtype.element_ty) * scale, mask=inside)
+    tl.store(out + row + ids, (normed.to(scale.dtype) * scale).to(out.dtype.element_ty), mask=inside)
 
 
 def rms_norm(x_TN: torch.Tensor, weight_N: torch.Tensor, eps: float) -> torch.Tensor:

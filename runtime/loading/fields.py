@@ -17,6 +17,7 @@ Size = Annotated[int, Meta(ge=1, le=2**24)]
 Number = Annotated[int, Meta(ge=1, le=2**12)]
 Tokens = Annotated[int, Meta(ge=1, le=2**31)]
 Positive = Annotated[float, Meta(gt=0, lt=1e30)]
+Finite = Annotated[float, Meta(gt=-1e30, lt=1e30)]
 MAX_FACTORS = 2**12
 Factors = Annotated[tuple[Positive, ...], Meta(max_length=MAX_FACTORS)]
 PerLayer = Meta(max_length=2**12)
@@ -117,6 +118,8 @@ class CompleteFields(Fields, kw_only=True):
     num_hidden_layers: Number
     num_attention_heads: Number
     max_position_embeddings: Tokens = 2048
+    own: dict[str, Finite] = {}
+    """`Architecture.own`, gathered from the config beside the fields that all may have."""
 
     def softcap(self, name: str, default: float) -> float:
         """The soft cap in field `name`; 0 where the config says that there is none."""

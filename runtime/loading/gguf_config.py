@@ -58,7 +58,7 @@ def config_from_gguf(file: GGUFFile, override: Mapping[str, Any]) -> ModelConfig
         "attention_output_bias": "blk.0.attn_output.bias" in file.tensors,
         "sliding_window": value("attention.sliding_window"),
         "use_sliding_window": value("attention.sliding_window") is not None,
-        "sliding_window_pattern": value("attention.sliding_window_pattern"),
+        **_pattern(value("attention.sliding_window_pattern")),
         "attn_logit_softcapping": value("attn_logit_softcapping"),
         "final_logit_softcapping": value("final_logit_softcapping"),
         "query_pre_attn_scalar": _query_scalar(kind, hidden, heads, head_dim, value("block_count")),
@@ -88,6 +88,13 @@ def _architecture(file: GGUFFile, kind: str, *, has_experts: bool) -> Architectu
         f"{file.path} is of GGUF architecture {kind!r}",
         hint=(f"the nearest is {near[0]}; " if near else "") + f"supported are {', '.join(kinds)}",
     )
+
+
+def _pattern(given: Any) -> dict[str, Any]:
+    """Which layers have a window: one in so many has none, or a truth value for each layer."""
+    if isinstance(given, list):
+        return {"layer_types": ["sliding_attention" if is_local else "full_attention" for is_local in given]}
+    return {"sliding_window_pattern": given}
 
 
 def _share(rotated: Any, head_dim: Any) -> float | None:

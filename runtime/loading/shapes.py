@@ -24,7 +24,7 @@ from sgl.errors import ConfigError, CorruptModel, ModelError, UnsupportedModel
 from sgl.runtime.loading.fields import TOY_FIELDS, CompleteFields, Fields, RopeFields
 from sgl.runtime.loading.folder import json_object
 from sgl.runtime.loading.quantized import WeightScheme, read_scheme
-from sgl.runtime.models.registry import Architecture, ModelConfig, RopeScaling, find_architecture
+from sgl.runtime.models.registry import Architecture, ModelConfig, RopeScaling, architectures, find_architecture
 
 OVERRIDE = "json_model_override_args"
 
@@ -68,7 +68,8 @@ def parse_override(text: str | None) -> dict[str, Any]:
             hint='give an object such as {"rope_theta": 500000.0}',
             param=OVERRIDE,
         )
-    _known_keys(given, Fields, "")
+    own = {key for architecture in architectures().values() for key in architecture.own}
+    _known_keys({key: value for key, value in given.items() if key not in own}, Fields, "")
     for name in ("rope_scaling", "rope_parameters"):
         if isinstance(given.get(name), dict):
             _known_keys(given[name], RopeFields, f"{name}.")
@@ -139,9 +140,10 @@ def model_config(checkpoint: Mapping[str, Any], path: Path, override: Mapping[st
     except UnsupportedModel as error:
         raise refuse(error.message, "architectures", hint=error.hint, kind=UnsupportedModel) from None
     if architecture.kind != "decoder":
-        raise refuse(
-            f"{architecture.name} is an encoder: it generates nothing", "architectures", kind=UnsupportedModel
-        )
+        raise refuse(f"{architecture.name} is an encoder: it generates nothing", "architectures", kind=UnsupportedModel)
+    # The default stands for a key that is not there, and for null.
+    given = {key: merged.get(key) for key in architecture.own}
+    merged["own"] = {**architecture.own, **{key: value for key, value in given.items() if value is not None}}
     try:
         fields = msgspec.convert(merged, CompleteFields)
     except msgspec.ValidationError as error:
@@ -173,6 +175,7 @@ def _plain_values(fields: CompleteFields, refuse: _Refusal) -> dict[str, Any]:
         "attention_bias": bool(fields.attention_bias),
         "mlp_bias": bool(fields.mlp_bias),
         "hidden_act": fields.hidden_act or "silu",
+        "own": fields.own,
         "weight_scheme": _weight_scheme(fields, refuse),
         "checkpoint_dtype": fields.dtype or fields.torch_dtype or "float32",
     }

@@ -78,6 +78,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         attention_scale: of queries times keys; 0 is `head_dim ** -0.5`.
         attention_softcap, logit_softcap: `c` of `c * tanh(x / c)` over scores and logits; 0 is none.
         windows: per layer how many keys a query sees, its own included, 0 for all; empty when all layers see all.
+        own: numbers that only the architecture's own layers read (`Architecture.own`).
         weight_scheme: how a safetensors checkpoint stores matrices that are quantized.
         context_len: what the engine resolved, once it has: two kinds of rope scaling, and whether windows matter, are
             decided on it.
@@ -109,6 +110,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     windows: tuple[int, ...] = ()
     experts: Experts | None = None
     hidden_act: str = "silu"
+    own: Mapping[str, float] = {}
     checkpoint_dtype: str = "float32"
     model_impl: Literal["sgl", "transformers"] = "sgl"
     weight_scheme: WeightScheme | None = None
@@ -173,6 +175,7 @@ class Architecture(msgspec.Struct, frozen=True, kw_only=True):
         gguf_pairs: GGUF files pair neighbouring rows of a head's query and key, where Hugging Face pairs halves.
         renamed: parts of a checkpoint's names -> what the model calls them.
         fused: last part of a checkpoint's name -> the model's products whose rows it holds, one after another.
+        own: numbers that only this architecture's config has, with what they are where it leaves them out.
         norm_offset: added to a Hugging Face checkpoint's norm weights; GGUF files have it added already.
     """
 
@@ -184,6 +187,7 @@ class Architecture(msgspec.Struct, frozen=True, kw_only=True):
     gguf_pairs: bool = False
     renamed: Mapping[str, str] = {}
     fused: Mapping[str, tuple[str, ...]] = {}
+    own: Mapping[str, float] = {}
     norm_offset: float = 0.0
 
 

@@ -3,16 +3,21 @@ a folder of several files and from a GGUF file; on torch, in deterministic mode 
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from support.tiny_models import SHAPES, VOCAB_SIZE, make_model, write_folder, write_gguf
-from support.tiny_runner import differences, greedy, in_chunks, open_path, runner
+from support.tiny_models import CONTEXT_LEN, SHAPES, VOCAB_SIZE, make_model, write_folder, write_gguf
+from support.tiny_runner import chunk, differences, greedy, in_chunks, open_path, runner
 
+from sgl.kernels import registry
 from sgl.kernels.native import library
+from sgl.kernels.registry import OpFacts
 from sgl.runtime.loading.facts import load_native_kernels
+from sgl.runtime.model_runner import ForwardBatch, KVCache
+from sgl.runtime.plan import StepPlan
 
 TOLERANCE = 1e-3
 GGUF_SHAPES = [name for name in SHAPES if name not in ("mistral", "qwen2-window", "qwen3-moe-mixed", "llama")]
@@ -84,6 +89,28 @@ def test_native_kernels(case: Case) -> None:
     load_native_kernels()
     ours = runner(open_path(case.folder), kernels="native")
     assert differences(in_chunks(ours, case.prompts), case.logits) < TOLERANCE
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+def test_layers_op_by_op_on_triton(tmp_path: Path) -> None:
+    """What the fused layers do not take: a model on Triton's attention and norms, with the plan that goes with them."""
+    theirs = make_model("qwen3-moe", num_hidden_layers=1)
+    write_folder(tmp_path, theirs)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    checkpoint = open_path(tmp_path)
+    model: Any = checkpoint.build_model(device=device, kernels="triton")
+    model.model.fused = None
+    cache = KVCache(checkpoint.config, CONTEXT_LEN, 1, torch.float32, device)
+    plan_attention = registry.get("plan_attention", OpFacts(triton=True), "triton")
+    prompt = list(range(3, 20))
+    rows = []
+    for part, start in ((prompt[:11], 0), (prompt[11:12], 11), (prompt[12:], 12)):
+        plan = StepPlan(chunks=(chunk(0, part, start),))
+        with torch.inference_mode():
+            rows.append(model(ForwardBatch.from_plan(plan, 1, device, plan_attention=plan_attention), cache).cpu())
+    with torch.inference_mode():
+        expected = theirs(torch.tensor([prompt])).logits[0]
+    assert differences([torch.cat(rows)], [expected]) < TOLERANCE
 
 
 @pytest.mark.parametrize("name", GGUF_SHAPES)
