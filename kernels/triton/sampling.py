@@ -166,6 +166,7 @@ def _random(
     left = tl.minimum(num_ties, tl.sum(ties, axis=0))
     target = uniform * (mass + left * tie.to(tl.float64))
     token = -1
+    last = best_id  # of those that are kept, as far as looked at
     passed = tl.zeros((), dtype=tl.float64)
     for first in range(0, V, BLOCK):
         if token < 0:
@@ -179,11 +180,13 @@ def _random(
                 is_kept = is_above | (is_tie & (tl.cumsum(is_tie.to(tl.int32), axis=0) <= left))
                 sums = tl.cumsum(tl.where(is_kept, weight, 0.0).to(tl.float64), axis=0)
                 token = tl.min(tl.where(is_kept & (passed + sums > target), ids, V), axis=0)
-                # Sums in another order may just miss the target: then it is the last that is kept.
                 token = tl.where(token < V, token, tl.max(tl.where(is_kept, ids, -1), axis=0))
+            last_here = tl.max(tl.where(is_above | (is_tie & (here > 0)), ids, -1), axis=0)
+            last = tl.where(last_here >= 0, last_here, last)
             passed += added
             left -= here
-    return tl.where(token < 0, best_id, token)
+    # Sums in another order may just miss the target: then it is the last that is kept.
+    return tl.where(token < 0, last, token)
 
 
 def draw(

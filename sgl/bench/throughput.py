@@ -2,8 +2,9 @@
 
 Owns the grid and what a cell of it is: `rows` sequences of `context` tokens each, decoded together. The prompts are
 computed once and then found in the prefix cache, so that a sample is decoding: a whole generation less one that stops
-at its first token. It is repeated until it lasts `TURN_S`, and the load of the cores is read around it; a sample that
-others disturbed is marked, and does not count as long as there is another.
+at its first token; on a GPU less one of half its length, as there the steps that run while requests still come in take
+longer than the others. It is repeated until it lasts `TURN_S`, and the load of the cores is read around it; a sample
+that others disturbed is marked, and does not count as long as there is another.
 
 Bytes are what a step must read, not what a counter saw: all weights once, and keys and values of every row. On a GPU
 the rate of a large copy is measured beside, and says how quick a step could be (its floor); the share of the time in
@@ -174,17 +175,16 @@ def _measure(
     cells = []
     for count in rows:
         progress(f"{path.name}: {count} rows at {context}")
+        clock = _Clock(engine)
+        short = new_tokens // 2 if info["resolved"]["device"] == "cuda" else 1
 
-        def call(count: int = count) -> float:
-            first = generate(engine, prompts[:count], 1)
-            return (generate(engine, prompts[:count], new_tokens) - first) / (new_tokens - 1)
+        def call(count: int = count, short: int = short, clock: _Clock = clock) -> float:
+            first = clock.timed(prompts[:count], short, -1)
+            return (clock.timed(prompts[:count], new_tokens, 1) - first) / (new_tokens - short)
 
-        before = engine.stats()
-        samples = take(call, sampler, plan)
         sizes = {**info["resolved"], "weights_bytes": info["step_weights_bytes"]}
-        made = cell(path.name, count, context, new_tokens, samples, sizes)
-        host_gap = waited(before, engine.stats())
-        if host_gap is not None and not info["resolved"]["disable_overlap_schedule"]:
+        made = cell(path.name, count, context, new_tokens, take(call, sampler, plan), sizes)
+        if (host_gap := clock.host_gap) is not None and not info["resolved"]["disable_overlap_schedule"]:
             engine.override(disable_overlap_schedule=True, why="sgl bench throughput compares")
             plain = cell(path.name, count, context, new_tokens, take(call, sampler, plan), sizes)
             engine.override(disable_overlap_schedule=False, why="sgl bench throughput has compared")
@@ -193,16 +193,26 @@ def _measure(
     return cells
 
 
-def waited(before: Mapping[str, float], after: Mapping[str, float]) -> float | None:
-    """The share of the time between two `Engine.stats()` in which the device waited for the host; `None` where it is
-    not measured.
+class _Clock:
+    """Times calls, and sums what the device did in them: long ones added, short ones taken off."""
 
-    Example:
-        >>> waited({"device_busy_s": 1.0, "device_idle_s": 0.5}, {"device_busy_s": 4.0, "device_idle_s": 1.5})
-        0.25
-    """
-    busy, idle = (after[name] - before[name] for name in ("device_busy_s", "device_idle_s"))
-    return idle / (busy + idle) if busy > 0 else None
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._busy_s = self._idle_s = 0.0
+
+    def timed(self, prompts: list[list[int]], new_tokens: int, sign: int) -> float:
+        """Seconds of one call."""
+        before = self._engine.stats()
+        seconds = generate(self._engine, prompts, new_tokens)
+        after = self._engine.stats()
+        self._busy_s += sign * (after["device_busy_s"] - before["device_busy_s"])
+        self._idle_s += sign * (after["device_idle_s"] - before["device_idle_s"])
+        return seconds
+
+    @property
+    def host_gap(self) -> float | None:
+        """The share of the time in which the device waited for the host; `None` where nobody measures."""
+        return max(0.0, self._idle_s) / (self._busy_s + self._idle_s) if self._busy_s > 0 else None
 
 
 def generate(engine: Engine, prompts: list[list[int]], new_tokens: int) -> float:

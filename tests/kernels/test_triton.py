@@ -195,7 +195,7 @@ def test_draw(kind: str) -> None:
         assert weights[token] > 0, (temperature, top_k, top_p, min_p, uniform)
         sums = np.cumsum(weights) / weights.sum()
         before = sums[token] - weights[token] / weights.sum()
-        assert before - 1e-6 <= uniform <= sums[token] + 1e-6
+        assert before - 2e-6 <= uniform <= sums[token] + 2e-6
 
 
 def test_draw_greedy_and_unusable_rows() -> None:
