@@ -212,8 +212,8 @@ class Generation:
     def _take_instead(self, steering: Steering) -> int | None:
         """Go on with the token that leads to the end of the text; end the output where the text is complete."""
         token_id = steering.instead
-        if token_id is None:
-            self._end("length", None)
+        if token_id is None:  # complete as it is; no budget has ended what still had tokens
+            self._end("length" if len(self.output_ids) + 1 >= self.max_new_tokens else "stop", None)
             return None
         self._unscored.append(len(self.output_ids))
         return self._take(TokenLogprob(token_id, None))

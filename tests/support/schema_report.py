@@ -95,7 +95,10 @@ class Report:
         except ValueError:
             return "invalid"
         self._decoded.append(value)
-        oracle = jsonschema_rs.Draft202012Validator(schema, validate_formats=True)
+        try:
+            oracle = jsonschema_rs.Draft202012Validator(schema, validate_formats=True)
+        except (ValueError, jsonschema_rs.ReferencingError, jsonschema_rs.ValidationError):
+            return "no schema"  # of draft 2020-12
         return "valid" if oracle.is_valid(value) else "invalid"
 
     def _refusal(self, schema: Any, error: InvalidConstraint) -> str:
@@ -105,7 +108,10 @@ class Report:
         if isinstance(error, InvalidSchema):
             return self._unsatisfiable(schema, error)
         row = TABLES["llguidance"].get(word)
-        named = row is not None and (row.support is Support.REFUSED or (word in PARTLY and bool(row.reason)))
+        is_unknown = row is None and "is no known JSON schema keyword" in error.message  # a word in no row is refused
+        named = is_unknown or (
+            row is not None and (row.support is Support.REFUSED or (word in PARTLY and bool(row.reason)))
+        )
         inside_pattern = "/patternProperties/" in pointer
         if isinstance(error, UnsupportedSchema) and (named or inside_pattern or not pointer):
             self.refused_for[word or "a combination"] += 1
@@ -119,7 +125,7 @@ class Report:
         """What is told to be unsatisfiable must not be satisfied by any value that is at hand."""
         try:
             oracle = jsonschema_rs.Draft202012Validator(schema, validate_formats=True)
-        except (ValueError, jsonschema_rs.ReferencingError):
+        except (ValueError, jsonschema_rs.ReferencingError, jsonschema_rs.ValidationError):
             return "no schema"  # of draft 2020-12
         if any(oracle.is_valid(value) for value in [*POOL, *self._decoded]):
             self.unconfirmed.append(f"{error} {json.dumps(schema)[:200]}")
