@@ -29,7 +29,7 @@ from sgl.lang.patterns import check_stop_pattern as check_stop_pattern
 from sgl.lang.reads import Reads as Reads
 from sgl.lang.sampling import LONGEST_S as LONGEST_S
 from sgl.lang.sampling import Sampling as Sampling
-from sgl.lang.sampling import check_integer
+from sgl.lang.sampling import check_integer as check_integer
 from sgl.lang.sampling import check_number as check_number
 from sgl.lang.sampling import plain as plain
 from sgl.lang.sampling import sampling_from_mapping as sampling_from_mapping

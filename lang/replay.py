@@ -461,7 +461,7 @@ def _with_values(graph: Graph, values: Mapping[int, ValueEvent], reads: Reads, *
 
     def fill(segment: Segment, at: int) -> Segment:
         source = reads.of(segment, at) if isinstance(segment, Var) else None
-        return LiteralText(values[source].value) if source in values else segment
+        return LiteralText(values[source].value) if source is not None and source in values else segment
 
     nodes: list[Node] = []
     for node in graph.nodes:

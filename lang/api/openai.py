@@ -221,8 +221,8 @@ class OpenAIClient:
         finish, usage = "stop", Usage()
         try:
             for chunk in stream:
-                if chunk.usage is not None:
-                    usage = usage_of(chunk.usage)
+                if (told := getattr(chunk, "usage", None)) is not None:  # LiteLLM's have none before the last
+                    usage = usage_of(told)
                 for choice in chunk.choices:
                     text = (choice.delta.content if chat else choice.text) or ""
                     if chat and choice.logprobs is not None:
@@ -232,7 +232,8 @@ class OpenAIClient:
                     if text and ask.on_text is not None and not ask.on_text(text):
                         return Reply("".join(texts), finish, usage)
         finally:
-            stream.close()
+            if (close := getattr(stream, "close", None)) is not None:
+                close()
         return Reply("".join(texts), finish, usage, tuple(tokens))
 
     # --- completions ---

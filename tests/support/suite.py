@@ -4,8 +4,8 @@ Lengths are forced (`regex` of so many letters), so that what a run costs is kno
 says, and a value that goes back into a prompt is as long as expected. Python code between generations is real: it
 compares, chooses and calls tools; `assume` is what explaining takes those values to be.
 
-`PYTHONPATH=tests python -m support.suite [MODEL [FOLDER]]` writes each program's prediction to a file, runs it, and
-prints both.
+`PYTHONPATH=tests python -m support.suite [FOLDER]` writes each program's prediction to a file, runs it on the toy model,
+and prints both.
 """
 
 from __future__ import annotations
@@ -167,8 +167,6 @@ def report(model: str, folder: Path) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    model_path = sys.argv[1] if len(sys.argv) > 1 else "dummy"
     with tempfile.TemporaryDirectory() as made:
-        where = Path(sys.argv[2]) if len(sys.argv) > 2 else Path(made)
-        for line in report(model_path, where):
+        for line in report("dummy", Path(sys.argv[1] if len(sys.argv) > 1 else made)):
             sys.stdout.write(line + "\n")

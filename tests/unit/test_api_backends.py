@@ -425,8 +425,19 @@ def test_arguments_that_are_no_json_are_an_error_of_the_generation():
 def test_litellm_is_asked_in_openais_form(monkeypatch: pytest.MonkeyPatch):
     asked: list[dict[str, Any]] = []
 
+    def chunks(*pieces: str) -> Iterator[Any]:
+        """As LiteLLM's are: a usage in the last one alone, and the iterator has no `close` of a response."""
+        for piece in pieces:
+            delta = SimpleNamespace(content=piece)
+            yield SimpleNamespace(choices=[SimpleNamespace(delta=delta, finish_reason=None, logprobs=None)])
+        usage = SimpleNamespace(prompt_tokens=3, completion_tokens=2, prompt_tokens_details=None)
+        delta = SimpleNamespace(content=None)
+        yield SimpleNamespace(choices=[SimpleNamespace(delta=delta, finish_reason="stop", logprobs=None)], usage=usage)
+
     def completion(**fields: Any) -> Any:
         asked.append(fields)
+        if fields.get("stream"):
+            return chunks("hot", " tea")
         message = SimpleNamespace(content="hot. Always", tool_calls=None)
         usage = SimpleNamespace(prompt_tokens=3, completion_tokens=1, prompt_tokens_details=None)
         return SimpleNamespace(
@@ -439,6 +450,9 @@ def test_litellm_is_asked_in_openais_form(monkeypatch: pytest.MonkeyPatch):
         assert state["answer"] == "hot"
         with pytest.raises(Unsupported):
             pick.run(backend=backend)
+        streamed = chat.run("Is it?", backend=backend, stream=True)
+        assert list(streamed.text_iter("answer")) == ["hot", " tea"]
+        assert streamed.get_meta_info("answer")["completion_tokens"] == 2
     assert (asked[0]["model"], asked[0]["api_key"], asked[0]["timeout"]) == ("some/model", "k", 5)
 
 
