@@ -290,8 +290,7 @@ class Worker:
             case Refused():
                 self._refuse(message)
             case Encode():
-                error = encodes_nothing("a decoder").to_info()
-                self._send(EncodeReply(request=message.request, error=error))
+                self._send(EncodeReply(request=message.request, error=encodes_nothing("a decoder").to_info()))
             case Hello():
                 raise InternalError("the client said hello twice")
         return True

@@ -126,12 +126,11 @@ class EncoderCheckpoint:
     def _tensors(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
         """The checkpoint's tensors under the model's names, all of them there and nothing else."""
         found = {}
-        for name, tensor in safetensors_tensors(self.folder):
+        for name, tensor in safetensors_tensors(self.folder, left_out=lambda name: name.endswith(_COUNTED)):
             name = name.removeprefix("bert.")
             for old, new in _OLD_NAMES.items():
                 name = name.removesuffix(old) + new if name.endswith(old) else name
-            is_left_out = name == _COUNTED or (name not in shapes and name.startswith(_HEADS_LEFT_OUT))
-            if not is_left_out:
+            if name in shapes or not name.startswith(_HEADS_LEFT_OUT):
                 found[name] = tensor
         wrong = {name for name in found.keys() & shapes.keys() if tuple(found[name].shape) != shapes[name]}
         for what, names in (

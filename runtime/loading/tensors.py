@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -105,11 +105,14 @@ def _decoded(file: GGUFFile, names: list[str]) -> Iterator[tuple[str, Any]]:
             held -= sizes[name]
 
 
-def safetensors_tensors(folder: Path, scheme: WeightScheme | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+def safetensors_tensors(
+    folder: Path, scheme: WeightScheme | None = None, left_out: Callable[[str], bool] = lambda name: False
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Tensors of a folder, mapped: nobody may keep one without copying it.
 
     Args:
         scheme: how quantized matrices are stored; they come as numbers in float32, under the name of a plain one.
+        left_out: names of tensors that are not wanted, whatever they hold.
 
     Raises:
         CorruptModel: a file is damaged or missing, or a matrix's parts do not fit each other.
@@ -132,7 +135,7 @@ def safetensors_tensors(folder: Path, scheme: WeightScheme | None = None) -> Ite
             done: set[str] = set()
             for name, file in files.items():
                 # Frequencies were written by old converters, and are computed here.
-                if name in done or name.endswith(".rotary_emb.inv_freq"):
+                if name in done or name.endswith(".rotary_emb.inv_freq") or left_out(name):
                     continue
                 if scheme is not None and is_calibration(name):
                     continue

@@ -9,7 +9,8 @@ of every other folder.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -51,10 +52,7 @@ class TransformersCheckpoint(Checkpoint):
 
     def facts(self) -> Facts:
         """See `Checkpoint.facts`; no kernels but torch's take part."""
-        import torch
-
-        with torch.device("meta"):
-            sizes = [parameter.numel() for parameter in self._class(self._theirs).parameters()]
+        sizes = [parameter.numel() for parameter in self._empty().parameters()]
         facts = gather_facts(self.config, sizes, weights_kind=self.source.kind)
         obstacle = f"{self.config.architecture} is computed by transformers' layers"
         return msgspec.structs.replace(facts, native="", native_obstacle=obstacle, layers_obstacle=obstacle)
@@ -106,7 +104,7 @@ class TransformersCheckpoint(Checkpoint):
                 model, found = self._class.from_pretrained(
                     None,
                     config=self._theirs,
-                    state_dict=dict(safetensors_tensors(self.folder)),
+                    state_dict=dict(safetensors_tensors(self.folder, left_out=self._left_out())),
                     dtype=dtype,
                     attn_implementation=attention,
                     trust_remote_code=False,
@@ -130,6 +128,20 @@ class TransformersCheckpoint(Checkpoint):
         for tensor in (*model.parameters(), *model.buffers()):
             tensor.data = tensor.data.clone()  # the file is mapped, and may be changed or cut while the model lives
         return model
+
+    def _empty(self) -> Any:
+        """The model without weights."""
+        import torch
+
+        with torch.device("meta"):
+            return self._class(self._theirs)
+
+    def _left_out(self) -> Callable[[str], bool]:
+        """Whether a name is of what old versions stored and the class computes, such as masks."""
+        names = {name for name, _ in self._empty().named_parameters()}
+        names |= {name.removeprefix(f"{self._class.base_model_prefix}.") for name in names}
+        patterns = self._class._keys_to_ignore_on_load_unexpected or ()
+        return lambda name: name not in names and any(re.search(pattern, name) for pattern in patterns)
 
 
 @contextmanager

@@ -354,6 +354,22 @@ def test_folders_that_are_refused(
         core_of(tmp_path)
 
 
+def test_what_old_checkpoints_hold(tmp_path: Path) -> None:
+    """Positions counted out, heads that no vector goes through, and other names of a norm's weights."""
+    from safetensors.torch import load_file, save_file
+
+    write(tmp_path, make())
+    new = ask(core_of(tmp_path), "embed", texts(*TEXTS))
+    tensors = load_file(tmp_path / "model.safetensors")
+    renamed = {name.replace("LayerNorm.weight", "LayerNorm.gamma"): tensor for name, tensor in tensors.items()}
+    old = {f"bert.{name.replace('LayerNorm.bias', 'LayerNorm.beta')}": tensor for name, tensor in renamed.items()}
+    assert any(name.endswith("gamma") for name in old)
+    old["bert.embeddings.position_ids"] = torch.arange(32)[None]
+    old["cls.predictions.bias"] = torch.zeros(40)
+    save_file(old, tmp_path / "model.safetensors", {"format": "pt"})
+    assert np.array_equal(ask(core_of(tmp_path), "embed", texts(*TEXTS)), new)
+
+
 def test_options_that_encoders_do_not_have(tmp_path: Path) -> None:
     checkpoint = opened(write(tmp_path, make()))
     machine = EncoderMachine(cpu_count=2, available_bytes=10**9)

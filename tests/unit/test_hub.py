@@ -78,6 +78,21 @@ def test_a_repository_is_fetched_loaded_and_then_used_offline(server: FakeHub, f
     assert fetched_names(server) == set()
 
 
+def test_the_files_of_sentence_transformers_come_along(server: FakeHub, files: dict[str, bytes]) -> None:
+    """Without them pooling would be another than the makers'."""
+    beside = {
+        "modules.json": b"[]",
+        "sentence_bert_config.json": b"{}",
+        "1_Pooling/config.json": b"{}",
+        "vocab.txt": b"",
+    }
+    server.commits[COMMIT] = {**files, **beside, "onnx/model.safetensors": b"never", "onnx/config.json": b"never"}
+    folder = locate("org/tiny").path
+    assert folder is not None
+    assert {name for name in beside if (folder / name).is_file()} == set(beside)
+    assert not (folder / "onnx").exists()
+
+
 def test_revisions(server: FakeHub, files: dict[str, bytes]) -> None:
     changed = json.dumps({**json.loads(files["config.json"]), "rope_parameters": {"rope_theta": 7.0}}).encode()
     server.commits[OLD_COMMIT] = {**files, "config.json": changed}
