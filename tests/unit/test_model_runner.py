@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -14,7 +15,7 @@ from sgl.runtime.config import EngineConfig, resolve
 from sgl.runtime.loading.checkpoint import open_checkpoint
 from sgl.runtime.loading.sources import locate
 from sgl.runtime.model_runner import ForwardBatch, KVCache, ModelRunner
-from sgl.runtime.plan import Chunk, SampleSpec, ScoreSpec, StepPlan
+from sgl.runtime.plan import UNKNOWN, Chunk, SampleSpec, ScoreSpec, StepPlan
 
 SAMPLE = SampleSpec(sampling=Sampling(), seed=0, position=0, output_ids=[])
 TOKENS = [72, 101, 108, 108, 111, 44, 32, 119, 111, 114, 108, 100]
@@ -61,6 +62,15 @@ def test_a_chunk_without_wanted_rows_gives_none_and_is_still_written(runner: Mod
     expected = forward(runner, chunk(TOKENS, first_page=32))
     assert forward(runner, chunk(TOKENS[:5], sample=False)).shape == (0, 512)
     assert torch.allclose(forward(runner, chunk(TOKENS[5:], start=5)), expected, atol=1e-5)
+
+
+def test_a_chunk_may_follow_a_token_that_was_just_drawn(runner: ModelRunner) -> None:
+    forward(runner, chunk(TOKENS[:4]), chunk(TOKENS[:4], first_page=32))
+    known = [chunk([72, 7], first_page=16), chunk([TOKENS[4]], start=4), chunk([9], start=4, first_page=32)]
+    following = [msgspec.structs.replace(c, token_ids=[UNKNOWN], follows=1 - i) for i, c in enumerate(known[1:])]
+    expected = forward(runner, *known)
+    drawn = torch.tensor([9, TOKENS[4]])
+    assert torch.equal(runner.forward(StepPlan(chunks=(known[0], *following)), drawn), expected)
 
 
 def test_an_empty_plan_gives_no_rows(runner: ModelRunner) -> None:
