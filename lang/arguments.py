@@ -142,3 +142,4 @@ class SamplingArguments(TypedDict, total=False):
     custom_logit_processor: str | None
     custom_params: Any
     token_healing: bool | None
+    max_reasoning_tokens: int | None

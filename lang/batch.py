@@ -15,6 +15,7 @@ import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeAlias, TypeVar, cast
 
 import msgspec
@@ -319,6 +320,7 @@ class Batch(Generic[R]):
         self._listeners.add(news.set)
         self._opened = deque()
         readers: list[tuple[int, EventReader]] = []
+        num_told = 0
         self._open_threads(None)
         try:
             while True:
@@ -327,11 +329,15 @@ class Batch(Generic[R]):
                     ended = len(self._ended) == len(self._rows)
                     failed = self._fatal or next((result.error for result in self._ended if result.error), None)
                     opened = [self._opened.popleft() for _ in range(len(self._opened))]
+                    over = list(islice(self._ended, num_told, None))
+                    num_told += len(over)
                 for index, program in opened:
                     program.listen(news.set, on=True)
                     readers.append((index, EventReader(program, None, flush=False)))
                 events = [replace(event, row=index) for index, reader in readers for event in reader.ready()]
                 yield from events
+                for result in over:
+                    self._told(result)
                 if failed is not None:
                     raise failed
                 if ended and not events:

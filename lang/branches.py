@@ -168,7 +168,9 @@ class BranchState:
             case MediaExpr():
                 self._append_media(other, location)
             case ToolPromptExpr():
-                self._append_text(other.toolbox.on(self.program.backend).prompt(), location)
+                text = other.toolbox.prompt(self.program.backend)
+                is_first = bool(self.parts) and isinstance(self.parts[-1], Turn)
+                self._append_text(text.lstrip("\n") if is_first else text, location)
             case _:
                 check_appendable(other, location)
 

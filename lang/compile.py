@@ -282,6 +282,9 @@ def compile_function(
     backend: Backend | None = None,
 ) -> CompiledProgram:
     """What `SglFunction.compile` does; see there."""
+    for param, names in (("independent", independent), ("scores", scores)):
+        if isinstance(names, str):
+            raise InvalidParameter(f"{param} is {names!r}; expected a list of names", hint=f"[{names!r}]", param=param)
     base = sampling_defaults(backend) if backend is not None else Sampling()
     resolved = msgspec.structs.replace(base, **sampling_values(dict(sampling or {})))
     trace = trace_body(function, args, kwargs, sampling=resolved)
@@ -294,6 +297,13 @@ def compile_function(
             location=_first_difference(trace.graph, again.graph),
         )
     check(trace.graph, trace.parameters)
+    made = {node.name for node in trace.graph.nodes if isinstance(node, Gen)}
+    if unknown := sorted(set(independent) - made):
+        raise InvalidParameter(
+            f"independent names {unknown[0]!r}, which {function.__name__} does not generate",
+            hint=f"it generates {', '.join(sorted(made)) or 'nothing'}",
+            param="independent",
+        )
     graph = passes.fork_groups(passes.independent(trace.graph, independent))
     if scores is not True:
         graph = passes.select_tries(graph, scores or ())

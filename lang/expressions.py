@@ -99,6 +99,7 @@ def gen(
     unsupported: Literal["refuse", "check"] | None = None,
     grammar_backend: Literal["auto", "llguidance", "xgrammar"] | None = None,
     token_healing: bool | None = None,
+    max_reasoning_tokens: int | None = None,
 ) -> GenExpr[str]: ...
 def gen(
     name: str | None = None,
@@ -147,6 +148,7 @@ def gen(
     unsupported: Literal["refuse", "check"] | None = None,
     grammar_backend: Literal["auto", "llguidance", "xgrammar"] | None = None,
     token_healing: bool | None = None,
+    max_reasoning_tokens: int | None = None,
 ) -> GenExpr[Any] | SelectExpr:
     """Let the model continue; the text is captured under `name`.
 
@@ -181,6 +183,7 @@ def gen(
         grammar_backend: which backend compiles and checks the constraint, if not the engine's own.
         token_healing: the last token of the text before is drawn anew where a longer one begins with it, so that the
             value may begin inside a token: after `"http:"` the token `://` can be written.
+        max_reasoning_tokens: most tokens of the reasoning of a model that reasons; then its end marker comes.
         seed: makes this generation reproducible on its own.
 
     Raises:
@@ -255,6 +258,7 @@ def gen(
         "custom_params": custom_params,
         "grammar_backend": grammar_backend,
         "token_healing": token_healing,
+        "max_reasoning_tokens": max_reasoning_tokens,
         "seed": seed,
     }
     names = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}

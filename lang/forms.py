@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, get_args, get_origin
 
-from sgl.errors import GenerationError, InvalidParameter, SglError, SourceLocation, Truncated
+from sgl.errors import GenerationError, InvalidParameter, InvalidProgram, SglError, SourceLocation, Truncated
 from sgl.grammars.spec import Choices, Constraint, JsonSchema, Regex, canonical_schema
 
 DType: TypeAlias = type | str | None
@@ -59,6 +59,8 @@ class Form:
         """
         try:
             return self.read(text)
+        except InvalidProgram:  # of a value that is not known while the program is traced
+            raise
         except (ValueError, KeyError, GenerationError) as error:
             unfinished = isinstance(error, json.JSONDecodeError) and error.pos >= len(text.rstrip())  # a stop ended it
             kind = Truncated if cut or unfinished else GenerationError

@@ -398,8 +398,9 @@ class SglFunction(Inspectable, Generic[P, R]):
             generator_style: an iterator that gives the states as they are ready, in order.
             on_result: called here with (index, state or error) as rows end.
             on_error: `raise` the first error; `return` it in the place of its row.
-            stop_on_error: with `raise`, cancel the rows that run and raise at once. False lets every row end, and be
-                given to `on_result`, before the first error is raised; an iterator then stops at the row that failed.
+            stop_on_error: with `raise`, cancel the rows that run and raise; Python code in their bodies is waited for.
+                False lets every row end, and be given to `on_result`, before the first error is raised; an iterator
+                then stops at the row that failed.
 
         Raises:
             InvalidParameter: a row does not fit the program's parameters; nothing was run.

@@ -412,8 +412,7 @@ def lower_samples(node: Gen, children: Sequence[int], *, continued: bool = False
     """A generation of n samples as nodes that a backend executes: a fork into `children`, one sample on each of them, a
     join that waits for all, and their release. The branch goes on from where it was.
 
-    With `continued` the branch itself takes sample 0 and goes on behind it; there is a child for each other sample, and
-    nothing waits for them.
+    With `continued` the branch itself takes sample 0, and goes on behind it; there is a child for each other sample.
 
     Sample 0 has the node's seed, so that it is what the same generation with n=1 gives; each other has one derived from
     it. Without a seed the backend draws one for each node. Ids count from the node's.
@@ -424,7 +423,7 @@ def lower_samples(node: Gen, children: Sequence[int], *, continued: bool = False
         >>> [type(each).__name__ for each in lowered], lowered[1].branch, lowered[1].sampling.seed
         (['Fork', 'Gen', 'Gen', 'Join', 'Release', 'Release'], 3, 1)
         >>> [(type(each).__name__, each.branch) for each in lower_samples(node, [3], continued=True)]
-        [('Fork', 0), ('Gen', 0), ('Gen', 3), ('Release', 3)]
+        [('Fork', 0), ('Gen', 0), ('Gen', 3), ('Join', 0), ('Release', 3)]
     """
     sampling = node.sampling
     branch, location = node.branch, node.location
@@ -432,8 +431,7 @@ def lower_samples(node: Gen, children: Sequence[int], *, continued: bool = False
     for index, taker in enumerate((branch, *children) if continued else children):
         own = msgspec.structs.replace(sampling, n=1, seed=_sample_seed(sampling.seed, index))
         nodes.append(msgspec.structs.replace(node, branch=taker, sampling=own))
-    if not continued:
-        nodes.append(Join(id=0, branch=branch, location=location, children=tuple(children)))
+    nodes.append(Join(id=0, branch=branch, location=location, children=tuple(children)))
     nodes.extend(Release(id=0, branch=child, location=location) for child in children)
     return tuple(msgspec.structs.replace(each, id=node.id + offset) for offset, each in enumerate(nodes))
 

@@ -61,7 +61,8 @@ class MockBackend:
         choices: per name of a select, the option to take; the first option otherwise.
         errors: per name of a generation or select, the error to fail with there.
         die_at: the backend dies when it reaches this name: every open program fails with `EngineDead`.
-        delay_s: seconds that every generation takes (a cancel ends the wait).
+        delay_s: seconds that every generation takes (a cancel ends the wait). The mock executes one after the other, so
+            those of forks and rows add up.
         model: the name or path of a model whose tokenizer and chat template the mock uses, without its weights: prompts
             and their token ids are then those of an engine on that model. Without one a token is a word.
 

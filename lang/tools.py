@@ -130,9 +130,16 @@ class Toolbox:
         wanted = {"name": self.choice} if self.choice in self.functions else self.choice
         return self.format.constraint(self.tools, wanted, parallel=self.parallel, strict=True)
 
-    def prompt(self) -> str:
-        """The text that tells a model of the tools and of how it calls them."""
-        return str(self.format.tool_prompt(self.tools).system)
+    def prompt(self, backend: Backend) -> str:
+        """The text that tells the model on `backend` of the tools and of how it calls them: what its own chat template
+        writes, where no format was named and the template knows tools."""
+        if self.is_open:
+            renderer = getattr(backend, "renderer", None)
+            tool_text = getattr(renderer(), "tool_text", None) if renderer is not None else None
+            own = tool_text([tool.function() for tool in self.tools]) if tool_text is not None else None
+            if own is not None:
+                return str(own)
+        return str(self.on(backend).format.tool_prompt(self.tools).system)
 
     def form(self) -> Form:
         """The form of a generation with these tools: its value is the text beside the calls."""

@@ -8,7 +8,7 @@ holds that its ids are those of the engine.
 from __future__ import annotations
 
 import codecs
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Literal
 
@@ -58,6 +58,28 @@ class ModelRenderer:
     def split(self, text: str) -> list[str]:
         """A text alone as its tokens' texts."""
         return self.pieces(self.tokenizer.encode(text)) if text else []
+
+    def tool_text(self, tools: Sequence[Mapping[str, Any]]) -> str | None:
+        """What the model's own chat template writes of tools behind the content of a system turn; `None` where it
+        knows no tools, or writes of them elsewhere.
+
+        Args:
+            tools: as OpenAI's API has functions.
+        """
+        template = self.tokenizer.chat_template
+        if template is None:
+            return None
+        content = "\ue000the system's own words\ue000"
+        messages = [{"role": "system", "content": content}, {"role": "user", "content": "?"}]
+        try:
+            without, told = template.render(messages), template.render(messages, tools=list(tools))
+        except InvalidProgram:
+            return None
+        before, _, after = without.partition(content)
+        begins = before + content
+        if told == without or not told.startswith(begins) or not told.endswith(after):
+            return None
+        return told[len(begins) : len(told) - len(after)]
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
         """The text of each token; one that ends within a character leaves it to the next."""

@@ -343,3 +343,21 @@ def test_the_first_row_that_fails_ends_a_compiled_batch():
 
     with pytest.raises(GenerationError, match="no"):
         program.compile().run_batch([["a"], ["bad"], ["c"]], backend=sgl.MockBackend(answer))
+
+
+def test_names_for_the_compiler_are_checked_and_typed_values_are_not_known():
+    @sgl.function
+    def program(s):
+        s += "x" + sgl.gen("a", type=int)
+
+    for wrong in ({"independent": "a"}, {"independent": ["a", "zz"]}, {"scores": "a"}):
+        with pytest.raises(InvalidParameter):
+            program.compile(**wrong)
+
+    @sgl.function
+    def reading(s):
+        s += sgl.gen("n", type=int)
+        return s["n"]
+
+    with pytest.raises(InvalidProgram, match="not known while the program is traced"):
+        reading.compile()

@@ -14,6 +14,9 @@ import sgl
 from sgl.errors import InvalidParameter, InvalidProgram, ToolError, UnsupportedSchema
 from sgl.grammars.spec import StructuralTag
 from sgl.lang.graph import Gen
+from sgl.runtime.rendering import ModelRenderer
+from sgl.runtime.text.template import ChatTemplate
+from sgl.runtime.text.tokenizer import Tokenizer
 
 
 def add(a: int, b: int = 1) -> int:
@@ -220,6 +223,35 @@ def test_forms_are_the_models_own_where_none_is_named():
     system = state.messages()[0]["content"]
     assert system.startswith("Help. You are an expert in composing functions.")
     assert [result.value for result in state["answer_calls"]] == [3]
+
+
+TOOLS_TEMPLATE = """{% for m in messages %}<{{ m.role }}>{{ m.content }}{% if loop.first and tools %}
+
+# Tools
+{% for tool in tools %}{{ tool.function.name }}: {{ tool.function.description }}
+{% endfor %}{% endif %}</{{ m.role }}>{% endfor %}"""
+
+
+def test_the_models_own_template_tells_of_tools_where_it_knows_them():
+    tokenizer = Tokenizer.toy()
+    tokenizer.chat_template = ChatTemplate(TOOLS_TEMPLATE)
+    mock = sgl.MockBackend(["hi"])
+    mock._renderer = ModelRenderer("toy", tokenizer)
+
+    @sgl.function
+    def program(s):
+        s += sgl.system("Help." + sgl.tool_prompt([add])) + sgl.user("?") + sgl.assistant(sgl.gen("x"))
+
+    told = [{"type": "function", "function": {"name": "add", "description": "Add two numbers."}}]
+    messages = [("system", "Help."), ("user", "?"), ("assistant", "hi")]
+    expected = tokenizer.chat_template.render([{"role": r, "content": c} for r, c in messages], tools=told)
+    assert program.run(backend=mock).text() == expected
+
+    @sgl.function
+    def named(s):
+        s += sgl.system(sgl.tool_prompt([add], tool_format="hermes"))
+
+    assert "<tool_call>" in named.run(backend=mock).text(), "a format that was named is the program's"
 
 
 def test_reasoning_that_the_program_has_opened_and_types_behind_it():

@@ -256,7 +256,7 @@ def test_samples_in_a_program() -> None:
     assert state["idea"] == ["a b", "d", "e"]
     assert state.value("best") == [1, 2]
     assert [meta["finish_reason"]["type"] for meta in state.get_meta_info("idea")] == ["length", "stop", "stop"]
-    assert state.text() == "Ideas: Best: ."
+    assert state.text() == "Ideas: a bBest: 1.", "the first sample goes on"
     assert len(mock.graphs) == 1, "samples need no round trip"
     streamed = program.run(backend=sgl.MockBackend({"idea": ["a", "b", "c"], "best": ["1", "2"]}), stream=True)
     assert list(streamed.text_iter("idea")) == [["a", "b", "c"]], "one piece: the list"
