@@ -69,15 +69,17 @@ def test_overlap_changes_no_outcome_and_no_counter() -> None:
 
 def test_a_row_that_ends_is_computed_once_more_and_its_slot_given_back() -> None:
     prompt = "stop here"
-    stop = greedy(prompt, 12)[5:7]
+    output = expected_greedy(list(prompt.encode()), 12)
+    stop = output[6]
+    assert stop not in output[:6]
     for overlaps, forwards in ((False, 7), (True, 8)):
         rig = Rig(disable_overlap_schedule=not overlaps)
-        start(rig, 1, text(0, prompt), gen(1, n=12, stop=(stop,)), finish=False)
+        start(rig, 1, text(0, prompt), gen(1, n=12, stop_token_ids=(stop,)), finish=False)
         rig.run()
-        stats = rig.core.snapshot()
-        assert (stats.forwards, len(rig.runner.plans)) == (7, forwards)
+        assert (rig.core.snapshot().forwards, len(rig.runner.plans)) == (7, forwards)
         (sequence,) = (branch.sequence for branch in rig.core._programs[1]._branches.values())
-        assert sequence.num_computed == len(sequence.pages) <= len(sequence)
+        assert len(sequence) == len(prompt) + 6
+        assert sequence.num_computed == len(sequence.pages) == len(sequence)
 
 
 def test_a_length_that_is_known_costs_no_forward() -> None:
