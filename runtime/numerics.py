@@ -75,7 +75,7 @@ def _obstacle(config: EngineConfig, facts: Facts, device: str) -> str:
 def _auto_quantization(config: EngineConfig, facts: Facts, obstacle: str) -> tuple[Quantization, str]:
     """Blocks of a GGUF file are kept unless something speaks against it: a dtype is also a wish for weights in it."""
     if facts.weights_kind != "gguf":
-        return "none", "the checkpoint is not quantized"
+        return "none", "only blocks of a GGUF file are kept; other weights are read as numbers"
     if obstacle:
         return "none", f"the file's blocks are expanded: {obstacle}"
     if config.dtype != "auto":

@@ -145,7 +145,8 @@ class Checkpoint:
         for name, tensor in tensors:
             places = find(name)
             # A tied head may be stored beside the table it repeats.
-            if not places and not (name == "lm_head.weight" and self.config.tie_word_embeddings):
+            is_repeated = name.endswith("lm_head.weight") and self.config.tie_word_embeddings
+            if not places and not is_repeated and not names.is_ignored(name):
                 ledger.unexpected(name)
             for place in places:
                 if not ledger.take(place, name, tuple(tensor.shape), of_rows=places[-1].rows):

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from sgl.runtime.models.registry import Architecture, ModelConfig
 
 Shape = tuple[int, ...]
-_EXPERT = re.compile(r"^(?P<before>.*\.experts)\.(?P<number>\d+)\.(?P<after>.*)$")
+_EXPERT = re.compile(r"^(?P<before>.*\.experts)\.(?P<number>\d{1,6})\.(?P<after>.*)$")
 _HEADS = ("q_proj", "k_proj", "q_norm", "k_norm")
 """Products and norms whose features are those of heads that are rotated."""
 
@@ -67,10 +67,14 @@ class WeightNames:
             parameter = f"{stem}.{part}.{leaf}"
             if parameter not in self._shapes:
                 return []
-            end = begin + self._shapes[parameter][0]
+            end = begin + self._shapes[parameter][0 if expert is None else 1]
             places.append(Place(parameter, (begin, end), expert))
             begin = end
         return places
+
+    def is_ignored(self, name: str) -> bool:
+        """Whether a tensor is of a part of the checkpoint that is not computed here."""
+        return name.startswith(self._architecture.ignored)
 
     def of_gguf(self) -> dict[str, list[Place]]:
         """Where the tensors of a GGUF file go, by their names there."""

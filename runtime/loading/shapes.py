@@ -141,6 +141,9 @@ def model_config(checkpoint: Mapping[str, Any], path: Path, override: Mapping[st
         raise refuse(error.message, "architectures", hint=error.hint, kind=UnsupportedModel) from None
     if architecture.kind != "decoder":
         raise refuse(f"{architecture.name} is an encoder: it generates nothing", "architectures", kind=UnsupportedModel)
+    inner = checkpoint.get(architecture.text_config)
+    of_checkpoint = {**checkpoint, **(inner if isinstance(inner, dict) else {})}
+    merged = {**architecture.defaults, **_plain_rope(of_checkpoint), **_plain_rope(override)}
     # The default stands for a key that is not there, and for null.
     given = {key: merged.get(key) for key in architecture.own}
     merged["own"] = {**architecture.own, **{key: value for key, value in given.items() if value is not None}}

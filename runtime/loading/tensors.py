@@ -65,11 +65,12 @@ def gguf_tensors(
 
     file.read_ahead()
     weights = [name for name in file.tensors if name not in GGUF_ROPE_TENSORS]
-    kept = {name for name in weights if keep_blocks and name in names and can_be_kept(file.tensors[name])}
+    kept = [name for name in weights if keep_blocks and name in names and can_be_kept(file.tensors[name])]
     for name in kept:
         info = file.tensors[name]
         yield name, Blocks(file.rows(name), info.type_name, info.shape)
-    for name, values in _decoded(file, [name for name in weights if name not in kept]):
+    expanded = set(weights) - set(kept)
+    for name, values in _decoded(file, [name for name in weights if name in expanded]):
         yield name, torch.from_numpy(values)
 
 

@@ -181,6 +181,24 @@ for _architecture in (
     ),
     Architecture(name="Gemma2ForCausalLM", module=_GEMMA, read=_gemma2, gguf="gemma2", norm_offset=1.0),
     Architecture(name="Gemma3ForCausalLM", module=_GEMMA, read=_gemma3, gguf="gemma3", norm_offset=1.0),
+    Architecture(  # with images, which are not looked at here
+        name="Gemma3ForConditionalGeneration",
+        module=_GEMMA,
+        read=_gemma3,
+        text_config="text_config",
+        defaults={
+            "vocab_size": 262208,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "head_dim": 256,
+            "max_position_embeddings": 131072,
+        },
+        renamed={"model.language_model.": "model.", "language_model.model.": "model."},
+        ignored=tuple(
+            f"{prefix}{part}." for prefix in ("", "model.") for part in ("vision_tower", "multi_modal_projector")
+        ),
+        norm_offset=1.0,
+    ),
     Architecture(name="Qwen3MoeForCausalLM", module=_MOE, read=_qwen3_moe, gguf="qwen3moe"),
     Architecture(
         name="MixtralForCausalLM",

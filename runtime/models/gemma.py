@@ -49,7 +49,7 @@ class GemmaLayer(nn.Module):
         return x_TN + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x_TN)))
 
 
-@register_model("Gemma2ForCausalLM", "Gemma3ForCausalLM")
+@register_model("Gemma2ForCausalLM", "Gemma3ForCausalLM", "Gemma3ForConditionalGeneration")
 class GemmaForCausalLM(DecoderForCausalLM):
     """Gemma's layers between a scaled embedding and, in Gemma 2, bounded logits."""
 

@@ -175,6 +175,9 @@ class Architecture(msgspec.Struct, frozen=True, kw_only=True):
         gguf_pairs: GGUF files pair neighbouring rows of a head's query and key, where Hugging Face pairs halves.
         renamed: parts of a checkpoint's names -> what the model calls them.
         fused: last part of a checkpoint's name -> the model's products whose rows it holds, one after another.
+        text_config: the field of `config.json` that holds the decoder's, in models that see more than text.
+        defaults: fields of `config.json` that its makers leave out.
+        ignored: beginnings of names of tensors that are not of the decoder.
         own: numbers that only this architecture's config has, with what they are where it leaves them out.
         norm_offset: added to a Hugging Face checkpoint's norm weights; GGUF files have it added already.
     """
@@ -187,6 +190,9 @@ class Architecture(msgspec.Struct, frozen=True, kw_only=True):
     gguf_pairs: bool = False
     renamed: Mapping[str, str] = {}
     fused: Mapping[str, tuple[str, ...]] = {}
+    text_config: str = ""
+    defaults: Mapping[str, Any] = {}
+    ignored: tuple[str, ...] = ()
     own: Mapping[str, float] = {}
     norm_offset: float = 0.0
 

@@ -130,3 +130,24 @@ def test_a_gguf_file_computes_as_transformers(tmp_path: Path, name: str) -> None
         error = in_chunks(kept, [prompt.tolist()])[0] - expected
         # Keys and values in bfloat16; where two experts are nearly alike, the other one may be picked.
         assert 0 < float(error.norm() / expected.norm()) < (0.2 if checkpoint.config.experts else 0.05)
+
+
+def test_the_text_of_a_model_that_sees_images(tmp_path: Path) -> None:
+    from transformers import Gemma3Config, Gemma3ForConditionalGeneration
+
+    sees = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    torch.manual_seed(2)
+    text = make_model("gemma3")
+    config = Gemma3Config(
+        text_config=text.config.to_dict(),
+        vision_config={**sees, "image_size": 28, "patch_size": 14},
+        mm_tokens_per_image=4,
+        tie_word_embeddings=True,
+    )
+    theirs = Gemma3ForConditionalGeneration(config).eval()
+    theirs.model.language_model.load_state_dict(text.model.state_dict())
+    theirs.save_pretrained(tmp_path)
+    prompt = list(range(3, 50))
+    with torch.inference_mode():
+        expected = text(torch.tensor([prompt])).logits[0]
+    assert differences(in_chunks(runner(open_path(tmp_path)), [prompt]), [expected]) < TOLERANCE

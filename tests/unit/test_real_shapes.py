@@ -150,6 +150,19 @@ MODELS: dict[str, tuple[int, dict[str, Any]]] = {
             "hidden_activation": "gelu_pytorch_tanh",
         },
     ),
+    "gemma-3-4b": (  # its text; what the config leaves out is transformers' default
+        4_300_079_472 - 416_866_032 - 2_950_272,  # without what sees, and what makes tokens of it
+        {
+            "architectures": ["Gemma3ForConditionalGeneration"],
+            "text_config": {
+                "hidden_size": 2560,
+                "intermediate_size": 10240,
+                "num_hidden_layers": 34,
+                "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+                "sliding_window": 1024,
+            },
+        },
+    ),
     "Mixtral-8x7B": (
         46_702_792_704,
         {
