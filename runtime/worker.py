@@ -40,7 +40,7 @@ from sgl.runtime.core import EngineCore
 from sgl.runtime.decode_graphs import early_rows
 from sgl.runtime.encoding import encodes_nothing
 from sgl.runtime.failures import internal_error
-from sgl.runtime.faults import SWITCH, parse_faults
+from sgl.runtime.faults import SWITCH, FaultPoints, parse_faults
 from sgl.runtime.loading.checkpoint import open_checkpoint
 from sgl.runtime.loading.encoder_checkpoint import EncoderCheckpoint, encoder_checkpoint
 from sgl.runtime.loading.sources import ModelSource, locate
@@ -130,6 +130,7 @@ class Worker:
         config = config_from_mapping(hello.config)
         self._watchdog = Watchdog(config.watchdog_timeout, self._stacks)
         self._open_logs(config, hello)
+        load_extras(config)  # what is wrong with them is told before a model is fetched
         source = find_model(config, self._progress)
         if (encoder := encoder_checkpoint(source)) is not None:
             self._serve_encoder(config, encoder)
@@ -347,6 +348,18 @@ class Worker:
         return int(min(max(0.0, deadline - self._core.now()), _LONGEST_POLL_S) * 1000) + 1
 
 
+def load_extras(config: EngineConfig) -> tuple[FaultPoints | None, dict[str, LogitProcessor]]:
+    """What tests make fail, and the logit processors that a user brings along.
+
+    Raises:
+        ConfigError: one of them is wrong.
+    """
+    faults = None
+    if config.fault_points is not None:
+        faults = parse_faults(config.fault_points, allowed=environment.read(SWITCH) == "1")
+    return faults, load_processors(config.logit_processors)
+
+
 def find_model(config: EngineConfig, progress: Callable[[str], None] = lambda text: None) -> ModelSource:
     """The model that `config` names, fetched if need be. Raises as `locate`."""
     progress(f"opening {config.model_path}")
@@ -389,11 +402,7 @@ def build_core(
         ModelError: the model cannot be found, fetched or loaded.
         ConfigError: it does not fit the wishes in `config`.
     """
-    faults = None
-    if config.fault_points is not None:
-        faults = parse_faults(config.fault_points, allowed=environment.read(SWITCH) == "1")
-
-    processors = load_processors(config.logit_processors)
+    faults, processors = load_extras(config)
     source = source or find_model(config, progress)
     checkpoint = open_checkpoint(source, config.json_model_override_args, config.model_impl)
     defaults = model_defaults(checkpoint.folder) if config.sampling_defaults == "model" else {}
