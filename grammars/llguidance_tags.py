@@ -11,7 +11,7 @@ or end. A regex right before an end stops at the first end after which it matche
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from sgl.grammars import ebnf
@@ -149,16 +149,14 @@ class TagWriter:
         """Free text without `excluded`, and one of `ends`: the first that comes, since free text does not hold it."""
         # What a special token writes cannot be in the text, whose characters come from ordinary tokens.
         plain = [text for text in excluded if text and not self.special_in(text)]
-        without = f"(?s:.*({'|'.join(_regex(text) for text in plain)}).*)" if plain else ""
-        free = f"(/{_ANY}/ & ~/{without}/)" if without else f"/{_ANY}/"
+        free = f"(/{_ANY}/ & ~/{_holding(plain)}/)" if plain else f"/{_ANY}/"
         literal = [end for end in ends if end and not self.special_in(end)]
         special = [end for end in ends if end and self.special_in(end)]
         options = []
         if literal:
             # The text before an end may overlap with it, so it is the lazy match that finds the first.
             others = [text for text in plain if text not in literal]
-            rest = f"(?s:.*({'|'.join(_regex(text) for text in others)}).*)" if others else ""
-            before = f"(/{_ANY}/ & ~/{rest}/)" if rest else f"/{_ANY}/"
+            before = f"(/{_ANY}/ & ~/{_holding(others)}/)" if others else f"/{_ANY}/"
             options.append(self.lazy(f"{before} ({self.options(tuple(literal), regular=True)})", is_lazy=True))
         if special or not literal:
             body = self.terminal(free)
@@ -170,8 +168,9 @@ class TagWriter:
         match fmt:
             case ConstString(value=value):
                 return None if self.special_in(value) else lark_text(value, regular=True)
-            case RegexFormat(pattern=pattern):
-                return _regex_terminal(translate(pattern, limits=self.limits))
+            case RegexFormat(pattern=pattern, excludes=excludes):
+                terminal = _regex_terminal(translate(pattern, limits=self.limits))
+                return f"({terminal} & ~/{_holding(excludes)}/)" if excludes else terminal
             case GrammarFormat(grammar=grammar):
                 rules = ebnf.parse(grammar, self.limits)
                 return None if ebnf.is_recursive(rules) else self.embedded(grammar).start
@@ -251,6 +250,11 @@ def is_separable(fmt: Format) -> bool:
 
 def _regex_terminal(pattern: str) -> str:
     return f"/{pattern}/" if pattern else '""'
+
+
+def _holding(texts: Iterable[str]) -> str:
+    """A pattern of all texts in which one of `texts` stands."""
+    return f"(?s:.*({'|'.join(map(_regex, texts))}).*)"
 
 
 def _regex(text: str) -> str:

@@ -45,9 +45,10 @@ class SchemaFormat(msgspec.Struct, frozen=True, tag_field="type", tag="json_sche
 
 
 class RegexFormat(msgspec.Struct, frozen=True, tag_field="type", tag="regex", forbid_unknown_fields=True):
-    """A full match of a Python regular expression."""
+    """A full match of a Python regular expression, without any of `excludes` in it."""
 
     pattern: str
+    excludes: tuple[str, ...] = ()
 
 
 class GrammarFormat(msgspec.Struct, frozen=True, tag_field="type", tag="grammar", forbid_unknown_fields=True):
@@ -228,8 +229,9 @@ class _Check:
                 self.content(
                     at + "/json_schema", lambda: check_schema(canonical_schema(schema), self.backend, self.limits)
                 )
-            case RegexFormat(pattern=pattern):
+            case RegexFormat(pattern=pattern, excludes=excludes):
                 self.content(at + "/pattern", lambda: translate(pattern, limits=self.limits))
+                self.texts(excludes, at + "/excludes")
             case GrammarFormat(grammar=grammar):
                 self.content(at + "/grammar", lambda: ebnf.parse(grammar, self.limits))
             case AnyText(excludes=excludes):

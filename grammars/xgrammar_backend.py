@@ -17,7 +17,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -141,7 +141,12 @@ class Backend:
             if value.get("type") == "json_schema":
                 return {**value, "json_schema": rewritten(value["json_schema"], self.limits), **spaces}
             if value.get("type") == "regex":
-                return {**value, "pattern": regex_text(translate(value["pattern"], limits=self.limits))}
+                if value.get("excludes"):
+                    raise InvalidConstraint(
+                        f"{NAME} cannot keep texts out of the regex {value['pattern']!r} of a structural tag",
+                        hint="use grammar_backend 'llguidance', or leave 'excludes' out",
+                    )
+                return {"type": "regex", "pattern": regex_text(translate(value["pattern"], limits=self.limits))}
             if value.get("type") == "grammar":
                 return {**value, "grammar": ebnf_text(ebnf.parse(value["grammar"], self.limits))}
             return {key: mapped(item) for key, item in value.items()}
@@ -182,24 +187,26 @@ def string_regex(pattern: str) -> str:
     r"""A translated pattern as a pattern of what stands between the quotes, which is what the library matches.
 
     Quotes, backslashes and control characters are written as escapes where the pattern names them, and left out of
-    classes, which allows less but nothing wrong.
+    classes, which allows less but nothing wrong. Characters past ASCII are written as they are.
 
     Raises:
         UnsupportedSchema: a class of nothing else.
 
     Example:
-        >>> print(string_regex(r"\x{22}[\x{21}-\x{23}]"))
-        \u005c\u0022[\u0021\u0023]
+        >>> print(string_regex(r"\x{22}[\x{21}-\x{23}\x{1F600}]"))
+        \u005c\u0022[\u0021\u0023😀]
     """
 
     def item(found: re.Match[str]) -> str:
         if not found[0].startswith("["):
-            return "".join(_escape(ord(char)) for char in json.dumps(chr(_code(found[0])), ensure_ascii=False)[1:-1])
+            return "".join(_in_string(ord(char)) for char in json.dumps(chr(_code(found[0])), ensure_ascii=False)[1:-1])
         ranges = [(_code(low), _code(high or low)) for low, high in re.findall(f"({_ITEM})(?:-({_ITEM}))?", found[0])]
         kept = complement(merged([*complement(merged(ranges)), *_UNSAFE]))
         if not kept:
-            raise UnsupportedSchema(f"{NAME} cannot write a pattern of escapes only", hint="use llguidance", pointer="")
-        return _class(kept)
+            raise UnsupportedSchema(
+                f"{NAME} cannot write a pattern of escapes only", hint="use grammar_backend='llguidance'", pointer=""
+            )
+        return _class(kept, _in_string)
 
     pattern = re.sub(r"\(\?s:\.(\*?)\)", r"[\\x{0}-\\x{10FFFF}]\1", pattern)
     return re.sub(rf"\[(?:{_ITEM}|-)*\]|\\x\{{[0-9A-F]+\}}", item, pattern)
@@ -209,18 +216,31 @@ def _code(text: str) -> int:
     return int(text[3:-1], 16) if text.startswith("\\") else ord(text)
 
 
-def _class(ranges: Sequence[Range]) -> str:
-    return (
-        "[" + "".join(f"{_escape(low)}-{_escape(high)}" if low < high else _escape(low) for low, high in ranges) + "]"
-    )
-
-
 def _escape(code: int) -> str:
     return f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
 
 
-_CHARACTER = rf"(?:{_class(complement(merged(_UNSAFE)))}|\u005c[\u0022\u005cbfnrt])"
+def _in_string(code: int) -> str:
+    """A code point in the `pattern` of a schema, whose reader takes no escape of eight digits."""
+    return f"\\u{code:04x}" if code < 0x80 else chr(code)
+
+
+def _class(ranges: Sequence[Range], written: Callable[[int], str] = _escape) -> str:
+    # A range of characters never holds surrogates, which no text has.
+    halves = [half for low, high in ranges for half in ((low, min(high, 0xD7FF)), (max(low, 0xE000), high))]
+    parts = [f"{written(a)}-{written(b)}" if a < b else written(a) for a, b in halves if a <= b]
+    return f"[{''.join(parts)}]"
+
+
+_CHARACTER = rf"(?:{_class(complement(merged(_UNSAFE)), _in_string)}|\u005c[\u0022\u005cbfnrt])"
 """One character between the quotes, as it is or as an escape."""
+_NOTHING = "(?:é){0}"
+"""In a pattern, keeps it from the library's automaton of ASCII patterns, in which an optional repeat is also what
+follows it (`(a[0-9]+)?` matches "1"); its other reader is exact, and reads any pattern that has such a character."""
+
+
+def _whole(pattern: str) -> str:
+    return f"^(?:{pattern}){_NOTHING}$"
 
 
 def ebnf_text(rules: ebnf.Rules) -> str:
@@ -259,7 +279,7 @@ def rewritten(schema: Schema, limits: Limits) -> Schema:
     Example:
         >>> from sgl.limits import DEFAULT_LIMITS
         >>> rewritten({"title": "t", "type": "string", "pattern": "^a$"}, DEFAULT_LIMITS)
-        {'type': 'string', 'pattern': '^(?:a)$'}
+        {'type': 'string', 'pattern': '^(?:a)(?:é){0}$'}
     """
     if isinstance(schema, bool):
         return schema
@@ -270,11 +290,11 @@ def rewritten(schema: Schema, limits: Limits) -> Schema:
             continue
         if word in ("pattern", "format"):
             text = str(FORMATS[NAME][value]) if word == "format" else value
-            word, value = "pattern", f"^(?:{string_regex(translate(text, dialect=Dialect.ECMA, limits=limits))})$"
+            word, value = "pattern", _whole(string_regex(translate(text, dialect=Dialect.ECMA, limits=limits)))
         elif word in ("minLength", "maxLength"):
             # The library's own counting lets control characters through.
             least, most = int(schema.get("minLength", 0)), schema.get("maxLength")
-            word, value = "pattern", f"^{_CHARACTER}{{{least},{'' if most is None else int(most)}}}$"
+            word, value = "pattern", _whole(f"{_CHARACTER}{{{least},{'' if most is None else int(most)}}}")
         elif row.kind is Kind.SCHEMA:
             value = rewritten(value, limits)
         elif row.kind is Kind.SCHEMAS:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from sgl.grammars.formats.literals import escaped, json_string, json_text, json_value, python_value
-from sgl.grammars.formats.shapes import Block, JsonCalls, NamedCalls, PythonCalls, TagCalls
+from sgl.grammars.formats.shapes import Block, Body, JsonCalls, NamedCalls, PythonCalls, TagCalls
 from sgl.grammars.formats.source import Malformed, Markers, Source, Steps, Truncated
 from sgl.grammars.formats.tools import Tool
 from sgl.grammars.formats.values import allowed_types, as_json, refuse_constant
@@ -28,6 +28,8 @@ _NAME_KEYS = ("name",)
 _ARGUMENTS_KEYS = ("arguments", "parameters")
 _OTHER_KEYS = ("id", "type", "index")
 _TEXT = frozenset(["string"])
+_ESCAPES = re.compile(r"\\.", re.DOTALL)
+"""What may hold a quote that ends no string."""
 
 
 class Calls(Protocol):
@@ -48,6 +50,24 @@ class Calls(Protocol):
 def mark(text: str) -> str:
     """A marker as readers look for it."""
     return text.strip()
+
+
+def reads_key(body: Body, key: str) -> bool:
+    """Whether readers find an argument's name again where a body writes it bare.
+
+    Example:
+        >>> reads_key(PythonCalls(), "days"), reads_key(PythonCalls(), "first name"), reads_key(JsonCalls(), "a b")
+        (True, False, True)
+    """
+    match body:
+        case TagCalls():
+            ends = [mark(text) for text in (body.key_end, body.other_key_end) if text]
+            found = [Markers(ends).search(key + end, 0, len(key + end)) for end in ends]
+            is_whole = all(each is not None and each.start() == len(key) for each in found)
+            return is_whole and key == key.strip() and len(key) <= MAX_NAME
+        case PythonCalls():
+            return _IDENTIFIER.fullmatch(key) is not None and len(key) <= MAX_NAME
+    return True
 
 
 class BlockReader:
@@ -270,8 +290,8 @@ class BlockReader:
         calls.arguments(f'"{escaped(key)}": ')
         tool = (calls.tools or {}).get(name)
         types = allowed_types(tool.properties.get(key) if tool is not None else None, tool.parameters if tool else {})
-        if body.other_key_end:
-            types = _TEXT if found == mark(body.key_end) else types - _TEXT or allowed_types(None, {})
+        if body.other_key_end:  # the model has said which it is
+            types = _TEXT if found == mark(body.key_end) else allowed_types(None, {})
         yield from self.optional(mark(body.value_begin))
         if (body.key_end + body.value_begin).endswith("\n"):
             yield from source.match(_LINE_END)
@@ -283,10 +303,26 @@ class BlockReader:
                 raise Truncated
             calls.arguments('"')
             return
+        is_json = bool(body.other_key_end) or not types & _TEXT
+        calls.arguments(as_json((yield from self.bare_value(ends, is_json=is_json)), types))
+
+    def bare_value(self, ends: Markers, *, is_json: bool) -> Steps[str]:
+        """Text up to one of the markers; in JSON, not those in strings.
+
+        In a string that JSON allows, no line end follows a marker: where one does, the string was left open.
+        """
         parts: list[str] = []
-        if not (yield from source.until(ends, parts.append)):
-            raise Truncated
-        calls.arguments(as_json("".join(parts), types))
+        in_string, num_seen = False, 0
+        while True:
+            found = yield from self.source.until(ends, parts.append)
+            if not found:
+                raise Truncated
+            in_string ^= is_json and len(_ESCAPES.sub("", "".join(parts[num_seen:])).split('"')) % 2 == 0
+            num_seen = len(parts)
+            if not in_string or found[0] == "\n" or (yield from self.source.peek()) in ("\n", ""):
+                return "".join(parts)
+            parts.append(found)
+            num_seen += 1
 
     # --- Python ---
 

@@ -18,7 +18,8 @@ from sgl.grammars.formats.events import Message
 from sgl.grammars.formats.lowering import calls_format, text_format, triggered_format
 from sgl.grammars.formats.parser import StreamParser, stream_parser, triggers
 from sgl.grammars.formats.shapes import Block, Prompt, ReasoningFormat
-from sgl.grammars.formats.tools import choice_of, tools_of
+from sgl.grammars.formats.tools import Tool, choice_of, tools_of
+from sgl.grammars.formats.values import refuse_constant, type_of
 from sgl.grammars.formats.writer import write_calls, write_prompt
 from sgl.grammars.spec import StructuralTag, structural_tag
 
@@ -78,7 +79,8 @@ class ToolFormat(msgspec.Struct, frozen=True):
 
         Raises:
             InvalidParameter: tools or choice cannot be read.
-            UnsupportedSchema: a keyword of a string that this format cannot enforce; `pointer` says where.
+            UnsupportedSchema: an argument's name that this format cannot write, or a keyword that it cannot enforce;
+                `pointer` says where.
         """
         known = tools_of(tools)
         wanted = choice_of(choice, known)
@@ -124,12 +126,41 @@ class ToolFormat(msgspec.Struct, frozen=True):
         return self.parser(tools, reasoning).parse(text)
 
     def render(self, calls: Sequence[tuple[str, Mapping[str, Any] | str]]) -> str:
-        """Calls (name, arguments) as the model writes them.
+        """Calls (name, arguments) as the model writes them; what the parser reads back, given the arguments' types.
 
         Raises:
-            InvalidParameter: arguments that are no JSON object.
+            InvalidParameter: arguments that are no JSON object, or that this format has no way to write: bare text
+                that holds the marker that ends it, names that would be read as something else.
         """
-        return write_calls(self.blocks[0], [(name, _arguments(given)) for name, given in calls])
+        known = [(name, _arguments(given)) for name, given in calls]
+        for name, arguments in known:
+            self._check_readable(name, arguments)
+        return write_calls(self.blocks[0], known)
+
+    def _check_readable(self, name: str, arguments: dict[str, Any]) -> None:
+        if self._reads(name, arguments):
+            return
+        single = next((key for key, value in arguments.items() if not self._reads(name, {key: value})), None)
+        if single is None or not self._reads(name, {}):
+            raise InvalidParameter(
+                f"{self.name} cannot write a call of {name[:80]!r} that is read as that", param="arguments"
+            )
+        raise InvalidParameter(
+            f"{self.name} cannot write argument {single[:80]!r} of {name!r}: {_shown(arguments[single])} would be read "
+            "as something else",
+            hint="leave the format's own markers out of it, or use a format whose arguments are JSON",
+            param="arguments",
+        )
+
+    def _reads(self, name: str, arguments: dict[str, Any]) -> bool:
+        """Whether one call is read as it was written, by a parser that knows its arguments' types."""
+        types = {key: {"type": type_of(value)} for key, value in arguments.items()}
+        tool = Tool(name, parameters={"type": "object", "properties": types})
+        message = self.parser([tool]).parse(write_calls(self.blocks[0], [(name, arguments)]))
+        return not message.content and [
+            (call.name, call.complete, call.complete and json.dumps(json.loads(call.arguments)))
+            for call in message.calls
+        ] == [(name, True, json.dumps(arguments))]
 
     def render_result(self, name: str, content: str) -> str:
         """A call's result, for a template that has no role `tool`."""
@@ -165,11 +196,22 @@ def supports_tools(template: str) -> bool:
     return re.search(r"\{[%{](?:[^%}]|%(?!\})|\}(?!\}))*\btools\b", template) is not None
 
 
-def _arguments(given: Mapping[str, Any] | str) -> Mapping[str, Any]:
+def _arguments(given: Mapping[str, Any] | str) -> dict[str, Any]:
+    """Arguments as JSON has them."""
     try:
-        value = json.loads(given) if isinstance(given, str) else given
-    except ValueError as error:
+        text = given if isinstance(given, str) else json.dumps(given, allow_nan=False)
+        value = json.loads(text, parse_constant=refuse_constant)
+        json.dumps(value, allow_nan=False)  # a number may be too large for one
+    except (ValueError, TypeError, RecursionError) as error:
         raise InvalidParameter(f"arguments are not JSON: {error}", param="arguments") from None
-    if not isinstance(value, Mapping):
+    if not isinstance(value, dict):
         raise InvalidParameter(f"arguments are a {type(value).__name__}; expected an object", param="arguments")
     return value
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= _MAX_SHOWN else text[:_MAX_SHOWN] + "..."
+
+
+_MAX_SHOWN = 80

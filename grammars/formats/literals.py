@@ -165,7 +165,10 @@ def python_string(source: Source, sink: Sink) -> Steps[None]:
             digits = yield from source.exactly(_PYTHON_CODES[escape])
             if not _HEX.issuperset(digits) or int(digits, 16) > 0x10FFFF:
                 raise Malformed
-            sink(escaped(chr(int(digits, 16))))
+            code = int(digits, 16)
+            sink(f"\\u{code:04x}" if 0xD800 <= code <= 0xDFFF else escaped(chr(code)))  # two halves are one in JSON
+        elif escape == "/":  # JSON's: what a constraint lets models write is JSON
+            sink("/")
         elif escape in _PYTHON_ESCAPES:
             sink(escaped(_PYTHON_ESCAPES[escape]))
         else:  # a quote or a backslash, or what Python leaves as it is

@@ -11,18 +11,41 @@ else is JSON. Python's arguments are JSON values too, which Python reads alike, 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
 from sgl.errors import UnsupportedSchema
-from sgl.grammars.formats.calls import mark
-from sgl.grammars.formats.shapes import Block, JsonCalls, NamedCalls, PythonCalls, TagCalls
+from sgl.grammars.formats.calls import mark, reads_key
+from sgl.grammars.formats.shapes import Block, Body, JsonCalls, NamedCalls, PythonCalls, TagCalls
 from sgl.grammars.formats.tools import Tool
-from sgl.grammars.formats.values import allowed_types, resolved
+from sgl.grammars.formats.values import allowed_types, as_json, escaped_pointer, resolved
 from sgl.grammars.formats.writer import brackets
 
 Format = dict[str, Any]
 _TEXT = frozenset(["string"])
+_OBJECT_WORDS = frozenset(
+    [
+        "minProperties",
+        "maxProperties",
+        "patternProperties",
+        "propertyNames",
+        "dependentRequired",
+        "dependentSchemas",
+        "dependencies",
+        "if",
+        "then",
+        "else",
+        "allOf",
+        "anyOf",
+        "oneOf",
+        "not",
+        "enum",
+        "const",
+        "$ref",
+    ]
+)
+"""What bounds an object as a whole, which nothing enforces where each argument is written by itself."""
 _ANNOTATIONS = frozenset(["type", "title", "description", "default", "examples", "deprecated"])
 
 
@@ -63,7 +86,8 @@ def _several(tags: list[Format], separator: str, *, parallel: bool) -> Format:
     }
 
 
-def _call(body: Any, tool: Tool, *, strict: bool) -> Format:
+def _call(body: Body, tool: Tool, *, strict: bool) -> Format:
+    _check_arguments(body, tool, strict=strict)
     schema = _closed(tool.parameters) if strict else {"type": "object"}
     match body:
         case JsonCalls(name_key=""):
@@ -82,6 +106,39 @@ def _call(body: Any, tool: Tool, *, strict: bool) -> Format:
         case PythonCalls():
             return _tag(f"{tool.name}(", _python_arguments(tool), ")")
     raise TypeError(f"no lowering for {type(body).__name__}")
+
+
+def _check_arguments(body: Body, tool: Tool, *, strict: bool) -> None:
+    """What keeps a format that writes arguments one by one from writing those of a tool.
+
+    Raises:
+        UnsupportedSchema: a name that would be read as something else, a required argument without a schema, or a
+            keyword of all arguments together, where they must obey.
+    """
+    if not isinstance(body, TagCalls | PythonCalls):
+        return
+    for key in tool.properties:
+        if not reads_key(body, key):
+            raise UnsupportedSchema(
+                f"argument {key[:80]!r} of tool {tool.name!r} has a name that this format cannot write",
+                hint="rename it to letters, digits and '_', or use a format whose arguments are JSON",
+                pointer=f"/parameters/properties/{escaped_pointer(key)}",
+            )
+    for key in tool.parameters.get("required", ()):
+        if key not in tool.properties:
+            raise UnsupportedSchema(
+                f"argument {key!r} of tool {tool.name!r} is required and has no schema, which this format needs",
+                hint="add it to properties",
+                pointer="/parameters/required",
+            )
+    word = min(_OBJECT_WORDS & frozenset(tool.parameters), default=None) if strict else None
+    if word is not None:
+        raise UnsupportedSchema(
+            f"{word!r} of the parameters of tool {tool.name!r} cannot be enforced by a format that writes each "
+            "argument by itself",
+            hint="use 'properties' and 'required', or a format whose arguments are JSON",
+            pointer=f"/parameters/{escaped_pointer(word)}",
+        )
 
 
 # --- arguments in tags ---
@@ -121,22 +178,44 @@ def _text(body: TagCalls, tool: Tool, key: str, *, strict: bool) -> Format:
         return anything
     options = [schema["const"]] if "const" in schema else schema.get("enum")
     if options is not None:
-        return _one_of([_const(option) for option in options if isinstance(option, str)])
+        texts = [option for option in options if isinstance(option, str)]
+        unreadable = next((text for text in texts if not _is_readable(body, tool, key, text)), None)
+        if unreadable is None:
+            return _one_of([_const(text) for text in texts])
+        if not strict:
+            return anything
+        raise UnsupportedSchema(
+            f"the value {unreadable[:80]!r} of argument {key!r} of tool {tool.name!r} would be read as something else, "
+            "since this format writes it without quotes",
+            hint="leave it out, or use a format whose arguments are JSON",
+            pointer=f"/parameters/properties/{escaped_pointer(key)}",
+        )
     bounds = _bounds(schema)
     if not bounds or not strict:
         return anything
     if allowed_types(schema, tool.parameters) == _TEXT:
         if bounds == {"pattern"}:
-            return {"type": "regex", "pattern": _whole(str(schema["pattern"]))}
+            return _regex(_whole(str(schema["pattern"])), body)
         if bounds <= {"minLength", "maxLength"}:
             least, most = schema.get("minLength", 0), schema.get("maxLength", "")
-            return {"type": "regex", "pattern": f"(?s:.{{{least},{most}}})"}
+            return _regex(f"(?s:.{{{least},{most}}})", body)
     word = min(bounds - {"pattern"}, default="pattern")
     raise UnsupportedSchema(
         f"{word!r} of argument {key!r} of tool {tool.name!r} cannot be enforced where arguments are bare text",
         hint="use 'enum', 'pattern', or 'minLength' and 'maxLength', on a string alone, or check it in the tool",
-        pointer=f"/parameters/properties/{key}",
+        pointer=f"/parameters/properties/{escaped_pointer(key)}",
     )
+
+
+def _is_readable(body: TagCalls, tool: Tool, key: str, text: str) -> bool:
+    """Whether a text is read as that, and not as JSON of another type or as the end of itself."""
+    types = _TEXT if body.other_key_end else allowed_types(tool.properties[key], tool.parameters)
+    return mark(body.value_end) not in text and bool(json.loads(as_json(text, types)) == text)
+
+
+def _regex(pattern: str, body: TagCalls) -> Format:
+    """A text without the marker that would end it."""
+    return {"type": "regex", "pattern": pattern, "excludes": [mark(body.value_end)]}
 
 
 def _bounds(schema: Any) -> frozenset[str]:

@@ -131,13 +131,24 @@ def choice_of(given: Any, tools: tuple[Tool, ...]) -> ToolChoice:
     if name is None and given not in ("auto", "none", "required"):
         raise InvalidParameter(
             f"tool_choice is {given!r}; expected 'auto', 'none', 'required' or "
-            '{"type": "function", "function": {"name": ...}}',
+            f'{{"type": "function", "function": {{"name": ...}}}} {_among(tools)}',
             param="tool_choice",
         )
     if name is not None and name not in {tool.name for tool in tools}:
         raise InvalidParameter(
-            f"tool_choice names {name!r}, which is not among the tools", hint="add it to tools", param="tool_choice"
+            f"tool_choice names {name!r}; expected one {_among(tools)}", hint="add it to tools", param="tool_choice"
         )
     if given == "required" and not tools:
         raise InvalidParameter("tool_choice is 'required' and there are no tools", param="tool_choice")
     return ToolChoice("required", name) if name is not None else ToolChoice(given)
+
+
+def _among(tools: tuple[Tool, ...]) -> str:
+    """The tools there are, in words."""
+    if not tools:
+        return "of the tools, of which none are given"
+    shown = ", ".join(repr(tool.name) for tool in tools[:_MAX_SHOWN])
+    return f"of the tools {shown}{', ...' if len(tools) > _MAX_SHOWN else ''}"
+
+
+_MAX_SHOWN = 16

@@ -51,6 +51,16 @@ def resolved(ref: str, root: dict[str, Any]) -> Any:
     return found if ref.startswith("#") else None
 
 
+def escaped_pointer(step: str) -> str:
+    """One step of a JSON pointer.
+
+    Example:
+        >>> escaped_pointer("a/b")
+        'a~1b'
+    """
+    return step.replace("~", "~0").replace("/", "~1")
+
+
 def type_of(value: Any) -> str:
     """The JSON type of a value."""
     if value is None:

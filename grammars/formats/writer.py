@@ -10,6 +10,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from sgl.grammars.formats.calls import mark
 from sgl.grammars.formats.shapes import Block, JsonCalls, NamedCalls, Prompt, PythonCalls, TagCalls
 from sgl.grammars.formats.tools import Tool
 
@@ -17,7 +18,9 @@ NamedArguments = tuple[str, Mapping[str, Any]]
 
 
 def write_calls(block: Block, calls: Sequence[NamedArguments]) -> str:
-    """Calls as the model would write them, one after another."""
+    """Calls as the model would write them, one after another; empty without any."""
+    if not calls:
+        return ""
     texts = [_call(block, index, name, arguments) for index, (name, arguments) in enumerate(calls)]
     opening, closing = brackets(block)
     if block.encloses_all:
@@ -51,7 +54,13 @@ def _call(block: Block, index: int, name: str, arguments: Mapping[str, Any]) -> 
 def _tag(body: TagCalls, key: str, value: Any) -> str:
     is_text = isinstance(value, str)
     key_end = body.key_end if is_text or not body.other_key_end else body.other_key_end
-    return f"{body.key_begin}{key}{key_end}{body.value_begin}{value if is_text else _json(value)}{body.value_end}"
+    text = value if is_text else _without(_json(value), mark(body.value_end))
+    return f"{body.key_begin}{key}{key_end}{body.value_begin}{text}{body.value_end}"
+
+
+def _without(text: str, marker: str) -> str:
+    """JSON that says the same without a marker, which can only stand in its strings."""
+    return text.replace(marker, f"\\u{ord(marker[0]):04x}{marker[1:]}")
 
 
 def write_prompt(prompt: Prompt, block: Block, tools: Sequence[Tool]) -> str:

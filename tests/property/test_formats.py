@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sgl.errors import InvalidParameter, UnsupportedSchema
 from sgl.grammars.formats import (
     REASONING_FORMATS,
     TOOL_FORMATS,
@@ -28,6 +29,8 @@ from sgl.grammars.formats import (
     message_parser,
 )
 from sgl.grammars.formats.parser import triggers
+from sgl.grammars.formats.shapes import JsonCalls, NamedCalls
+from sgl.grammars.formats.values import type_of
 
 TOOLS: list[dict[str, Any]] = [
     {
@@ -69,6 +72,7 @@ arguments = st.fixed_dictionaries(
         "more": st.dictionaries(texts, values, max_size=2),
     },
 )
+# What bare text cannot hold is refused, which a test of its own shows.
 calls = st.lists(st.tuples(st.just("get_weather"), arguments) | st.just(("now", {})), min_size=1, max_size=3)
 
 
@@ -134,24 +138,93 @@ def test_any_chunking_gives_the_same_reasoning(name: str, data: st.DataObject) -
     assert events(message_parser(reasoning=fmt), list(text)) == whole
 
 
-def speakable(name: str, given: list[tuple[str, dict[str, Any]]]) -> bool:
-    """Whether a format can write these strings: bare text has no way to escape the marker that ends it."""
-    return "value_end" not in type(BY_NAME[name].blocks[0].body).__struct_fields__ or "<" not in json.dumps(given)
-
-
 @pytest.mark.parametrize("name", BY_NAME)
 @settings(max_examples=15, deadline=None)
 @given(written=calls, before=st.sampled_from(["", "Let me see.", "One\n\ntwo: "]))
 def test_what_a_format_writes_is_read_back(name: str, written: list[tuple[str, dict[str, Any]]], before: str) -> None:
     fmt = BY_NAME[name]
-    if not speakable(name, written):
-        return
     written = written if fmt.parallel else written[:1]
     starts_line = bool(fmt.blocks[0].begin) or not before
     message = fmt.parse(before + ("" if starts_line else "\n") + fmt.render(written), TOOLS)
     assert [(call.name, json.loads(call.arguments)) for call in message.calls] == written
     assert all(call.complete for call in message.calls)
     assert message.content == before.strip()
+
+
+def awkward(fmt: ToolFormat) -> st.SearchStrategy[str]:
+    """Names and strings with what the format itself writes."""
+    body = [part for value in vars_of(fmt.blocks[0].body) if isinstance(value, str) for part in (value, value.strip())]
+    parts = [*body, *triggers(fmt.blocks), fmt.blocks[0].end, "\n", " ", '"', "'", "\\", "<", ">", "=", "]", ")", "5"]
+    return st.lists(st.sampled_from([part for part in parts if part]) | texts, max_size=3).map("".join)
+
+
+def test_a_name_that_cannot_be_written_is_pointed_at() -> None:
+    parameters = {"type": "object", "properties": {"first/name x": {"type": "integer"}}}
+    with pytest.raises(UnsupportedSchema, match="'first/name x' of tool 'f'") as caught:
+        BY_NAME["pythonic"].constraint([{"name": "f", "parameters": parameters}], "required")
+    assert caught.value.details["pointer"] == "/parameters/properties/first~1name x"
+
+
+def typed(written: list[tuple[str, dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Tools that take what was written."""
+    return [
+        {
+            "name": name,
+            "parameters": {"type": "object", "properties": {key: {"type": type_of(given[key])} for key in given}},
+        }
+        for name, given in written
+    ]
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+@settings(max_examples=12, deadline=None)
+@given(data=st.data())
+def test_any_json_arguments_are_read_back_or_refused(name: str, data: st.DataObject) -> None:
+    fmt = BY_NAME[name]
+    strings = awkward(fmt)
+    inner = st.recursive(
+        strings | values | st.floats(allow_nan=False, allow_infinity=False),
+        lambda nested: st.lists(nested, max_size=2) | st.dictionaries(strings, nested, max_size=2),
+        max_leaves=3,
+    )
+    keys = strings if data.draw(st.booleans()) else st.sampled_from(["a", "b_1", "c-d"])
+    given_arguments = data.draw(st.lists(st.dictionaries(keys, inner, max_size=2), min_size=1, max_size=3))
+    written = [(f"f{index}", each) for index, each in enumerate(given_arguments)]
+    try:
+        text = fmt.render(written)
+    except InvalidParameter:
+        assert not isinstance(fmt.blocks[0].body, JsonCalls | NamedCalls), "JSON can say anything"
+        return
+    tools = typed(written)
+    assert read(fmt, text, tools) == written
+    # and what a constraint lets be written for these names is the same
+    assert fmt.constraint(tools, "auto") is not None or not fmt.blocks[0].begin
+
+
+def read(fmt: ToolFormat, text: str, tools: list[dict[str, Any]]) -> list[tuple[str, dict[str, Any]]]:
+    message = fmt.parse(text, tools)
+    assert message.content == ""
+    assert all(call.complete for call in message.calls)
+    return [(call.name, json.loads(call.arguments)) for call in message.calls]
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+@settings(max_examples=12, deadline=None)
+@given(data=st.data())
+def test_a_name_is_constrained_exactly_when_it_can_be_written(name: str, data: st.DataObject) -> None:
+    fmt = BY_NAME[name]
+    key = data.draw(awkward(fmt))
+    tool = {
+        "name": "f",
+        "parameters": {"type": "object", "properties": {key: {"type": "integer"}}, "required": [key]},
+    }
+    try:
+        fmt.constraint([tool], "required")
+    except UnsupportedSchema:
+        with pytest.raises(InvalidParameter, match="cannot write argument"):
+            fmt.render([("f", {key: 5})])
+        return
+    assert read(fmt, fmt.render([("f", {key: 5})]), [tool]) == [("f", {key: 5})]
 
 
 def hostile(fmt: ToolFormat) -> Iterator[str]:

@@ -29,6 +29,7 @@ from sgl.grammars.formats import (
     tool_format,
     tools_of,
 )
+from sgl.grammars.formats.shapes import TagCalls
 from sgl.runtime.text.template import ChatTemplate
 
 WORLD = world()
@@ -234,7 +235,7 @@ def test_a_named_call_is_that_one() -> None:
     ("given", "message"),
     [
         ("sometimes", "expected 'auto', 'none', 'required'"),
-        ({"name": "nope"}, "not among the tools"),
+        ({"name": "nope"}, "expected one of the tools 'get_weather', 'now'"),
         ({"type": "function"}, "expected 'auto'"),
     ],
 )
@@ -255,6 +256,88 @@ def test_what_bare_text_cannot_enforce_is_refused_when_it_must_be() -> None:
         tool_format("glm").constraint([tool], "required")
     assert tool_format("glm").constraint([tool], "auto") is not None
     assert tool_format("hermes").constraint([tool], "required") is not None
+
+
+BARE = [name for name, fmt in BY_NAME.items() if isinstance(fmt.blocks[0].body, TagCalls)]
+
+
+def one_argument(schema: dict[str, Any], key: str = "x") -> Tool:
+    return Tool("f", "", {"type": "object", "properties": {key: schema}, "required": [key]})
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_a_value_may_hold_the_markers_of_its_format(name: str) -> None:
+    """Those of JSON in strings: the writer escapes them, and the parser reads those that a constraint let through."""
+    fmt = BY_NAME[name]
+    body = fmt.blocks[0].body
+    marker = (body.value_end.strip() if isinstance(body, TagCalls) else fmt.blocks[0].end) or '"'
+    tool = one_argument({"type": "array", "items": {"enum": [marker, "a"]}})
+    text = fmt.render([("f", {"x": [marker, "a"]})])
+    grammar = COMPILER.compile(fmt.constraint([tool], "required", parallel=False))
+    for seed in range(3):
+        path = walk(grammar, random.Random(seed))
+        texts = [text] if path is None else [text, WORLD.text(path)]
+        for each in texts:
+            (call,) = fmt.parse(each, [tool]).calls
+            assert call.complete
+            assert set(json.loads(call.arguments)["x"]) <= {marker, "a"}
+
+
+@pytest.mark.parametrize("name", BARE)
+def test_bare_text_never_holds_the_marker_that_ends_it(name: str) -> None:
+    fmt = BY_NAME[name]
+    body = fmt.blocks[0].body
+    assert isinstance(body, TagCalls)
+    end = body.value_end.strip()
+    with pytest.raises(InvalidParameter, match=f"cannot write argument 'x' of 'f': .*{end[:-1]}"):
+        fmt.render([("f", {"x": f"a{end}b"})])
+    good, bad = fmt.render([("f", {"x": "a\nb"})]), fmt.render([("f", {"x": "a@b"})]).replace("@", end)
+    for bound in ({"maxLength": 99}, {"minLength": 1}, {"pattern": "a(.|\n)*b"}, {}):
+        grammar = COMPILER.compile(fmt.constraint([one_argument({"type": "string", **bound})], "required"))
+        assert accepts(grammar, good), bound
+        assert not accepts(grammar, bad), bound
+
+
+@pytest.mark.parametrize("name", BARE)
+@pytest.mark.parametrize("options", [["a", "1", 2], ["a", "null", None]])
+def test_an_option_that_would_be_read_as_another_is_refused(name: str, options: list[Any]) -> None:
+    fmt, tool = BY_NAME[name], one_argument({"enum": options})
+    if fmt.name == "deepseekv32":  # which says what is a string
+        assert fmt.constraint([tool], "required") is not None
+        return
+    with pytest.raises(UnsupportedSchema, match="would be read as something else") as caught:
+        fmt.constraint([tool], "required")
+    assert caught.value.details["pointer"] == "/parameters/properties/x"
+    assert fmt.constraint([tool], "auto") is not None
+
+
+@pytest.mark.parametrize("name", [*BARE, "pythonic", "lfm2"])
+def test_what_nothing_would_enforce_is_refused(name: str) -> None:
+    bounded = Tool("f", "", {"type": "object", "properties": {"x": {"type": "integer"}}, "minProperties": 1})
+    missing = Tool("f", "", {"type": "object", "properties": {}, "required": ["y"]})
+    for tool, pointer in ((bounded, "/parameters/minProperties"), (missing, "/parameters/required")):
+        with pytest.raises(UnsupportedSchema) as caught:
+            BY_NAME[name].constraint([tool], "required")
+        assert caught.value.details["pointer"] == pointer
+        assert tool_format("hermes").constraint([tool], "required") is not None
+
+
+@pytest.mark.parametrize("given", [{"a": float("nan")}, {"a": object()}, "[1]", '{"a": 1e999}', '{"a": NaN}', "{"])
+def test_arguments_that_are_no_json_object_are_not_written(given: Any) -> None:
+    with pytest.raises(InvalidParameter, match="arguments are"):
+        tool_format("hermes").render([("now", given)])
+
+
+def test_an_open_string_ends_with_its_argument() -> None:
+    tool = Tool("f", "", {"type": "object", "properties": {"x": {"type": "array"}, "y": {"type": "integer"}}})
+    text = tool_format("qwen3_coder").render([("f", {"x": ["a"], "y": 2})]).replace('["a"]', '["a')
+    (call,) = tool_format("qwen3_coder").parse(text, [tool]).calls
+    assert json.loads(call.arguments) == {"x": '["a', "y": 2}
+
+
+def test_halves_of_a_character_are_joined() -> None:
+    (call,) = parsed("pythonic", '[now(x="\\ud83d\\ude00\\/")]').calls
+    assert json.loads(call.arguments) == {"x": "\N{GRINNING FACE}/"}
 
 
 # --- what goes wrong, and what is taken all the same ---
