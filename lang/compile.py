@@ -282,9 +282,9 @@ def compile_function(
     backend: Backend | None = None,
 ) -> CompiledProgram:
     """What `SglFunction.compile` does; see there."""
-    for param, names in (("independent", independent), ("scores", scores)):
-        if isinstance(names, str):
-            raise InvalidParameter(f"{param} is {names!r}; expected a list of names", hint=f"[{names!r}]", param=param)
+    for param, given in (("independent", independent), ("scores", scores)):
+        if isinstance(given, str):
+            raise InvalidParameter(f"{param} is {given!r}; expected a list of names", hint=f"[{given!r}]", param=param)
     base = sampling_defaults(backend) if backend is not None else Sampling()
     resolved = msgspec.structs.replace(base, **sampling_values(dict(sampling or {})))
     trace = trace_body(function, args, kwargs, sampling=resolved)
