@@ -185,7 +185,8 @@ class _Writer:
         if op is sre.ANY:
             if flags & re.DOTALL:
                 return "(?s:.)"
-            return "[^\\n]" if self.dialect is Dialect.PYTHON else "[^\\n\\r\\x{2028}\\x{2029}]"
+            line_ends = [10] if self.dialect is Dialect.PYTHON else [10, 13, 0x2028, 0x2029]
+            return class_text(complement(merged((code, code) for code in line_ends)))
         if op is sre.BRANCH:
             written = [
                 self.sequence(list(branch), flags, depth + 1, at_start=at_start, at_end=at_end) for branch in value[1]
