@@ -4,8 +4,8 @@ Lengths are forced (`regex` of so many letters), so that what a run costs is kno
 says, and a value that goes back into a prompt is as long as expected. Python code between generations is real: it
 compares, chooses and calls tools; `assume` is what explaining takes those values to be.
 
-`PYTHONPATH=tests python -m support.suite [FOLDER]` writes each program's prediction to a file, runs it on the toy model,
-and prints both.
+`PYTHONPATH=tests python -m support.suite [FOLDER]` writes each program's prediction to a file, runs it on the toy
+model, and prints both.
 """
 
 from __future__ import annotations
