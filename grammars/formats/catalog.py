@@ -11,12 +11,18 @@ from __future__ import annotations
 from sgl.grammars.formats.format import ToolFormat
 from sgl.grammars.formats.shapes import Block, JsonCalls, NamedCalls, Prompt, PythonCalls, ReasoningFormat, TagCalls
 
-_LIST = Prompt(
-    "You have access to these functions:\n\n{tools}\n\n"
-    "To call functions, answer with nothing but the calls, in exactly this form:\n{example}",
-    tool="bare",
-)
-"""For formats whose models know their tools from the chat template alone."""
+
+def _told(result: str = Prompt("").result) -> Prompt:
+    """In our own words, for formats whose models know their tools from the chat template alone."""
+    return Prompt(
+        "You have access to these functions:\n\n{tools}\n\n"
+        "To call functions, answer with nothing but the calls, in exactly this form:\n{example}",
+        tool="bare",
+        result=result,
+    )
+
+
+_LIST = _told()
 
 _QWEN = Prompt(
     "# Tools\n\nYou may call one or more functions to assist with the user query.\n\n"
@@ -57,15 +63,30 @@ _DEEPSEEK31 = Prompt(
     separator="\n\n",
     result="<｜tool▁output▁begin｜>{content}<｜tool▁output▁end｜>",
 )
-_GLM = Prompt(
+_GLM_TOOLS = (
     "# Tools\n\nYou may call one or more functions to assist with the user query.\n\n"
     "You are provided with function signatures within <tools></tools> XML tags:\n<tools>\n{tools}\n</tools>\n\n"
-    "For each function call, output the function name and arguments within the following XML format:\n{example}"
+    "For each function call, output the function name and arguments within the following XML format:\n"
+)
+_GLM = Prompt(
+    _GLM_TOOLS + "<tool_call>{function-name}\n<arg_key>{arg-key-1}</arg_key>\n<arg_value>{arg-value-1}</arg_value>\n"
+    "<arg_key>{arg-key-2}</arg_key>\n<arg_value>{arg-value-2}</arg_value>\n...\n</tool_call>"
+)
+_GLM47 = Prompt(
+    _GLM_TOOLS + "<tool_call>{function-name}<arg_key>{arg-key-1}</arg_key><arg_value>{arg-value-1}</arg_value>"
+    "<arg_key>{arg-key-2}</arg_key><arg_value>{arg-value-2}</arg_value>...</tool_call>",
+    result="<tool_response>{content}</tool_response>",
+)
+_CODER = Prompt(
+    "# Tools\n\nYou have access to the following functions in JSONSchema format:\n\n<tools>\n{tools}\n</tools>\n\n"
+    "To call functions, answer with nothing but the calls, in exactly this form:\n{example}"
 )
 _MINIMAX = Prompt(
     "# Tools\nYou may call one or more tools to assist with the user query.\n"
     "Here are the tools available in JSONSchema format:\n\n<tools>\n{tools}\n</tools>\n\n"
-    "When making tool calls, use XML format to invoke tools and pass parameters:\n\n{example}",
+    "When making tool calls, use XML format to invoke tools and pass parameters:\n\n<minimax:tool_call>\n"
+    '<invoke name="tool-name-1">\n<parameter name="param-key-1">param-value-1</parameter>\n'
+    '<parameter name="param-key-2">param-value-2</parameter>\n...\n</invoke>\n</minimax:tool_call>',
     tool="tagged",
     result="<response>{content}</response>",
 )
@@ -124,7 +145,7 @@ _HARMONY_REASONING = ReasoningFormat(
 TOOL_FORMATS: tuple[ToolFormat, ...] = (
     ToolFormat(
         name="hermes",
-        origin="NousResearch/Hermes-Function-Calling, README",
+        origin="NousResearch/Hermes-Function-Calling, README; prompt of Qwen/Qwen2.5-7B-Instruct, chat template",
         blocks=(Block(JsonCalls(), "<tool_call>\n", "\n</tool_call>", separator="\n"),),
         prompt=_QWEN,
         aliases=("qwen", "qwen25", "qwen3"),
@@ -137,7 +158,7 @@ TOOL_FORMATS: tuple[ToolFormat, ...] = (
             Block(_QWEN3_CODER, "<tool_call>\n", "\n</tool_call>", separator="\n"),
             Block(_QWEN3_CODER, end="\n</tool_call>"),
         ),
-        prompt=_GLM,
+        prompt=_CODER,
         aliases=("xml", "mimo", "step3p5", "nemotron_3"),
         clues=(("<function=", "<parameter="),),
     ),
@@ -154,7 +175,7 @@ TOOL_FORMATS: tuple[ToolFormat, ...] = (
     ),
     ToolFormat(
         name="json",
-        origin="SGLang gateway documentation, tool call parsing",
+        origin="SGLang gateway documentation, tool call parsing, by name; bare JSON objects are our own form",
         blocks=(Block(JsonCalls(), separator="\n"),),
         prompt=_LIST,
     ),
@@ -204,12 +225,12 @@ TOOL_FORMATS: tuple[ToolFormat, ...] = (
                 encloses_all=True,
             ),
         ),
-        prompt=_LIST,
+        prompt=_told("<result>{content}</result>"),
         clues=(("｜DSML｜",),),
     ),
     ToolFormat(
         name="deepseekv3",
-        origin="deepseek-ai/DeepSeek-V3-0324, tokenizer_config.json",
+        origin="deepseek-ai/DeepSeek-V3-0324 and DeepSeek-R1-Distill-Qwen-32B, chat templates",
         blocks=(
             Block(
                 NamedCalls(
@@ -223,7 +244,7 @@ TOOL_FORMATS: tuple[ToolFormat, ...] = (
                 encloses_all=True,
             ),
         ),
-        prompt=_LIST,
+        prompt=_told("<｜tool▁output▁begin｜>{content}<｜tool▁output▁end｜>"),
         clues=(("<｜tool▁sep｜>", "```json"),),
     ),
     ToolFormat(
@@ -256,7 +277,7 @@ TOOL_FORMATS: tuple[ToolFormat, ...] = (
                 encloses_all=True,
             ),
         ),
-        prompt=_LIST,
+        prompt=_told("## Return of {name}\n{content}"),
         clues=(("<|tool_calls_section_begin|>",),),
     ),
     ToolFormat(
@@ -283,7 +304,7 @@ TOOL_FORMATS: tuple[ToolFormat, ...] = (
                 "</tool_call>",
             ),
         ),
-        prompt=_GLM,
+        prompt=_GLM47,
         clues=(("<arg_key>",),),
     ),
     ToolFormat(
@@ -311,7 +332,7 @@ TOOL_FORMATS: tuple[ToolFormat, ...] = (
     ),
     ToolFormat(
         name="step3",
-        origin="stepfun-ai/step3, chat template",
+        origin="stepfun-ai/step3, as SGLang's step3 detector describes it",
         blocks=(
             Block(_STEP3, "<｜tool_calls_begin｜>\n", "\n<｜tool_calls_end｜>", separator="\n", encloses_all=True),
         ),
@@ -335,7 +356,7 @@ TOOL_FORMATS: tuple[ToolFormat, ...] = (
     ),
     ToolFormat(
         name="interns1",
-        origin="internlm/Intern-S1, model card, tool calling",
+        origin="internlm/Intern-S1, as SGLang's internlm detector describes it",
         blocks=(
             Block(
                 JsonCalls(arguments_key="parameters"),
@@ -361,6 +382,7 @@ TOOL_FORMATS: tuple[ToolFormat, ...] = (
                     "<|start|>assistant<|channel|>commentary to=functions.",
                     "<|start|>assistant<|channel|>analysis to=functions.",
                 ),
+                separator="<|start|>assistant",
                 end_is_eos=True,
             ),
         ),
@@ -378,7 +400,7 @@ _QWEN_EXCLUDES = ("<tool_call>", "</tool_call>", "<|im_start|>", "<|im_end|>", "
 REASONING_FORMATS: tuple[ReasoningFormat, ...] = (
     ReasoningFormat(
         name="qwen3",
-        origin="Qwen/Qwen3-8B, chat template",
+        origin="Qwen/Qwen3-0.6B, chat template",
         begin=("<think>",),
         end=("</think>",),
         excludes=_QWEN_EXCLUDES,
@@ -388,7 +410,7 @@ REASONING_FORMATS: tuple[ReasoningFormat, ...] = (
     ),
     ReasoningFormat(
         name="qwen3-thinking",
-        origin="Qwen/Qwen3-235B-A22B-Thinking-2507, model card",
+        origin="Qwen/QwQ-32B, chat template, and Qwen/Qwen3-235B-A22B-Thinking-2507, model card",
         begin=("<think>",),
         end=("</think>",),
         starts_inside=True,
@@ -397,7 +419,7 @@ REASONING_FORMATS: tuple[ReasoningFormat, ...] = (
     ),
     ReasoningFormat(
         name="deepseek-v3",
-        origin="deepseek-ai/DeepSeek-V3.1, model card",
+        origin="deepseek-ai/DeepSeek-V3.1, chat template",
         begin=("<think>",),
         end=("</think>",),
         switch="thinking",
@@ -405,7 +427,7 @@ REASONING_FORMATS: tuple[ReasoningFormat, ...] = (
     ),
     ReasoningFormat(
         name="deepseek-r1",
-        origin="deepseek-ai/DeepSeek-R1, model card",
+        origin="deepseek-ai/DeepSeek-R1-Distill-Qwen-32B, chat template",
         begin=("<think>",),
         end=("</think>",),
         starts_inside=True,
@@ -413,7 +435,7 @@ REASONING_FORMATS: tuple[ReasoningFormat, ...] = (
     ),
     ReasoningFormat(
         name="glm45",
-        origin="zai-org/GLM-4.5, chat_template.jinja",
+        origin="zai-org/GLM-4.6, chat_template.jinja",
         begin=("<think>",),
         end=("</think>",),
         switch="enable_thinking",
@@ -422,7 +444,7 @@ REASONING_FORMATS: tuple[ReasoningFormat, ...] = (
     ),
     ReasoningFormat(
         name="step3",
-        origin="stepfun-ai/step3, chat template",
+        origin="stepfun-ai/Step-3.5-Flash, chat_template.jinja",
         begin=("<think>",),
         end=("</think>",),
         starts_inside=True,
@@ -440,7 +462,7 @@ REASONING_FORMATS: tuple[ReasoningFormat, ...] = (
     ),
     ReasoningFormat(
         name="kimi",
-        origin="moonshotai/Kimi-VL-A3B-Thinking, model card",
+        origin="moonshotai/Kimi-VL-A3B-Thinking; SGLang documentation, reasoning parser",
         begin=("◁think▷",),
         end=("◁/think▷",),
         clues=(("◁think▷",), ("◁/think▷",)),
@@ -464,7 +486,7 @@ REASONING_FORMATS: tuple[ReasoningFormat, ...] = (
     ),
     ReasoningFormat(
         name="mistral",
-        origin="mistralai/mistral-common, instruct tokenizer v13",
+        origin="mistralai/Ministral-3-14B-Reasoning-2512, chat_template.jinja",
         begin=("[THINK]",),
         end=("[/THINK]",),
         clues=(("[THINK]",),),

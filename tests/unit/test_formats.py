@@ -112,33 +112,6 @@ LINES = (
     '{"type": "function", "function": {"name": "now", "description": "Get the time.", "parameters": '
     '{"type": "object", "properties": {}}}}'
 )
-GOLDEN = {
-    # Qwen/Qwen2.5-7B-Instruct, tokenizer_config.json: what its chat template writes behind the system message.
-    "hermes": "# Tools\n\nYou may call one or more functions to assist with the user query.\n\nYou are provided with "
-    f"function signatures within <tools></tools> XML tags:\n<tools>\n{LINES}\n</tools>\n\nFor each function call, "
-    "return a json object with function name and arguments within <tool_call></tool_call> XML tags:\n<tool_call>\n"
-    '{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call>',
-    # deepseek-ai/DeepSeek-V3.1, model card, section ToolCall.
-    "deepseekv31": "## Tools\nYou have access to the following tools:\n\n### get_weather\nDescription: Get the "
-    'weather.\n\nParameters: {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}\n\n'
-    '### now\nDescription: Get the time.\n\nParameters: {"type": "object", "properties": {}}\n\nIMPORTANT: ALWAYS '
-    "adhere to this exact format for tool use:\n<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>tool_call_name"
-    "<｜tool▁sep｜>tool_call_arguments<｜tool▁call▁end｜>{{additional_tool_calls}}<｜tool▁calls▁end｜>\n\n"
-    "Where:\n\n- `tool_call_name` must be an exact match to one of the available tools\n- `tool_call_arguments` must "
-    "be valid JSON that strictly follows the tool's Parameters Schema\n- For multiple tool calls, chain them directly "
-    "without separators or spaces",
-    # LiquidAI/LFM2-1.2B, model card, section Tool use.
-    "lfm2": 'List of tools: <|tool_list_start|>[{"name": "get_weather", "description": "Get the weather.", '
-    '"parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}}, {"name": '
-    '"now", "description": "Get the time.", "parameters": {"type": "object", "properties": {}}}]<|tool_list_end|>',
-}
-
-
-@pytest.mark.parametrize("name", GOLDEN)
-def test_the_prompt_is_that_of_the_origin(name: str) -> None:
-    prompt = tool_format(name).tool_prompt([WEATHER, CLOCK], "a template without")
-    assert prompt.system == GOLDEN[name]
-    assert prompt.template_kwargs == {}
 
 
 def test_a_template_that_knows_tools_gets_them() -> None:
