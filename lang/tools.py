@@ -25,7 +25,7 @@ from sgl.lang.forms import Form
 from sgl.lang.graph import ToolSpec
 
 if TYPE_CHECKING:
-    from sgl.grammars.formats import Message, ToolFormat
+    from sgl.grammars.formats import Message, ToolCall, ToolFormat
     from sgl.lang.backend import Backend
     from sgl.lang.branches import BranchState
 
@@ -42,7 +42,8 @@ class Call:
         id: of the call in its message.
         name: of the tool.
         arguments: as Python values of the types that the function's parameters have.
-        problem: why it cannot be run: an unknown tool, arguments that are not what the function takes; or `None`.
+        problem: why it cannot be run: an unknown tool, a call that breaks off, arguments that are not what the function
+            takes; or `None`.
     """
 
     id: str
@@ -112,9 +113,9 @@ class Toolbox:
         """Generated text, taken apart into answer and calls."""
         return self.format.parse(text, self.tools)
 
-    def calls(self, text: str) -> list[Call]:
-        """The calls in generated text, in order."""
-        return [self._call(found.id, found.name, found.arguments) for found in self.message(text).calls]
+    def calls(self, text: str, *, cut: bool = False) -> list[Call]:
+        """The calls in generated text, in order. `cut`: the token budget ended the text."""
+        return [self._call(found, cut=cut) for found in self.message(text).calls]
 
     def on(self, backend: Backend) -> Toolbox:
         """The same, in the form that the model on `backend` uses, where none was named."""
@@ -145,14 +146,17 @@ class Toolbox:
         """The form of a generation with these tools: its value is the text beside the calls."""
         return Form("message", None, (), lambda text: self.message(text).content, is_typed=True)
 
-    def _call(self, call_id: str, name: str, text: str) -> Call:
-        function = self.functions.get(name)
+    def _call(self, found: ToolCall, *, cut: bool) -> Call:
+        name, function = found.name, self.functions.get(found.name)
         if function is None:
-            return Call(call_id, name, {}, f"there is no tool {name!r}; there are {', '.join(self.functions)}")
+            return Call(found.id, name, {}, f"there is no tool {name!r}; there are {', '.join(self.functions)}")
+        if not found.complete:
+            why = "max_tokens ended the text within its arguments (raise max_tokens)" if cut else "its end is missing"
+            return Call(found.id, name, {}, f"the call of {name} is not complete: {why}", function)
         try:
-            return Call(call_id, name, parse(function, text), None, function)
+            return Call(found.id, name, parse(function, found.arguments), None, function)
         except GenerationError as error:
-            return Call(call_id, name, {}, error.message, function)
+            return Call(found.id, name, {}, error.message, function)
 
 
 @dataclass(frozen=True)

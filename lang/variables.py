@@ -143,7 +143,7 @@ def calls(variable: Variable, name: str, location: SourceLocation | None) -> lis
             hint="give gen its tools: gen(name, tools=[...])",
             location=location,
         )
-    return variable.toolbox.calls(variable.text)
+    return variable.toolbox.calls(variable.text, cut=variable.done.finish == "length")
 
 
 def probabilities(found: Any, name: str) -> dict[str, float]:

@@ -135,6 +135,24 @@ def test_choices_of_tools_become_constraints_and_rounds_end():
     assert state.messages()[3]["content"] == "2", "bare, in a role of its own"
 
 
+@pytest.mark.parametrize(("max_tokens", "why"), [(3, "max_tokens ended the text"), (99, "its end is missing")])
+def test_a_call_that_breaks_off_says_why(max_tokens, why):
+    @sgl.function
+    def program(s):
+        s += sgl.gen("x", tools=[weather], max_tokens=max_tokens)
+        return s.calls("x")
+
+    text = '<tool_call>\n{"name": "weather", "arguments": {"city": "New York and so on'
+    (call,) = program.run(backend=sgl.MockBackend([text if max_tokens > 3 else text + '"}}\n</tool_call>'])).ret_value
+    assert (call.name, call.arguments) == ("weather", {})
+    assert call.problem.startswith("the call of weather is not complete: " + why)
+
+
+def test_a_tool_that_is_not_among_them_is_told_those_that_are():
+    with pytest.raises(InvalidParameter, match=r"tool_choice is 'nosuch'; .* of the tools 'add', 'weather'"):
+        sgl.gen("x", tools=[add, weather], tool_choice="nosuch")
+
+
 def test_a_generation_with_tools_by_hand():
     @sgl.function
     def program(s):
