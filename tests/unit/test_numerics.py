@@ -60,6 +60,9 @@ def facts(**changes: Any) -> Facts:
         ({"device": "cuda", "kernels": "torch"}, GPU, ("bfloat16", "none", "torch")),
         ({"device": "cuda"}, {**GPU, "triton": ""}, ("bfloat16", "none", "torch")),
         ({"device": "cuda"}, {**GPU, "head_dim": 80}, ("bfloat16", "none", "torch")),
+        ({"device": "cuda"}, {**GPU, "attention_window": 512}, ("bfloat16", "none", "torch")),
+        ({"device": "cuda"}, {**GPU, "attention_softcap": 50.0}, ("bfloat16", "none", "torch")),
+        ({}, {"attention_window": 512, "attention_softcap": 50.0}, ("bfloat16", "gguf", "native")),
     ],
 )
 def test_the_path_follows_from_wish_and_facts(
@@ -99,6 +102,7 @@ def test_without_a_compiler_it_is_said_what_torch_does_with_the_weights(dtype: D
         ({"kernels": "triton", "device": "cuda"}, {"cuda_bytes": 2**34}, "Triton is not installed"),
         ({"kernels": "triton", "device": "cuda"}, {**GPU, "head_dim": 8}, "a power of two from 16, not of 8"),
         ({"kernels": "triton"}, {"triton": "3.6"}, "the device is cpu"),
+        ({"kernels": "triton", "device": "cuda"}, {**GPU, "attention_window": 512}, "layers of this model at 512"),
     ],
 )
 def test_what_cannot_be_had_is_refused_with_the_reason(
