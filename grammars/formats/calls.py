@@ -317,7 +317,10 @@ class BlockReader:
             found = yield from self.source.until(ends, parts.append)
             if not found:
                 raise Truncated
-            in_string ^= is_json and len(_ESCAPES.sub("", "".join(parts[num_seen:])).split('"')) % 2 == 0
+            if is_json:
+                text = "".join(parts[num_seen:])
+                self.source.examined += len(text)
+                in_string ^= _ESCAPES.sub("", text).count('"') % 2 == 1
             num_seen = len(parts)
             if not in_string or found[0] == "\n" or (yield from self.source.peek()) in ("\n", ""):
                 return "".join(parts)

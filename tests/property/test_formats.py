@@ -7,6 +7,7 @@ then some are damaged. Work is counted in characters looked at, never in seconds
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
@@ -29,7 +30,7 @@ from sgl.grammars.formats import (
     message_parser,
 )
 from sgl.grammars.formats.parser import triggers
-from sgl.grammars.formats.shapes import JsonCalls, NamedCalls
+from sgl.grammars.formats.shapes import JsonCalls, NamedCalls, TagCalls
 from sgl.grammars.formats.values import type_of
 
 TOOLS: list[dict[str, Any]] = [
@@ -124,6 +125,28 @@ def test_any_chunking_gives_the_same_events(name: str, data: st.DataObject) -> N
     for call in message_of(whole).calls:
         if call.complete:
             assert isinstance(json.loads(call.arguments), dict)
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_every_format_with_every_reasoning_in_any_pieces(name: str) -> None:
+    """All pairs of formats: a message with reasoning, an answer and calls, cut everywhere and anyhow."""
+    fmt = BY_NAME[name]
+    rng = random.Random(name)
+    body = fmt.blocks[0].body
+    tags = [body.value_end.strip() + " x" if isinstance(body, TagCalls) else fmt.blocks[0].end, '"\\']
+    made: list[tuple[str, dict[str, Any]]] = [("get_weather", {"city": "Rome\n", "tags": tags, "days": 3}), ("now", {})]
+    written = fmt.render(made).replace("\\u003c", "<")  # which is escaped only to be sure
+    for reasoning in REASONING_FORMATS:
+        opening, closing = reasoning.begin[0], reasoning.end[0]
+        for inside in (False, True):
+            text = f"{'' if inside else opening}Hm, <{closing[0]}.\n{closing}\nA.\n{written}"
+            whole = events(fmt.parser(TOOLS, reasoning, starts_inside=inside), [text])
+            message = message_of(whole)
+            assert (message.reasoning, message.content) == (f"Hm, <{closing[0]}.", "A.")
+            assert [(call.name, json.loads(call.arguments)) for call in message.calls] == made
+            cuts = [list(text)] + [cut(text, [rng.random() for _ in range(rng.randint(1, 8))]) for _ in range(4)]
+            for pieces in cuts:
+                assert events(fmt.parser(TOOLS, reasoning, starts_inside=inside), pieces) == whole
 
 
 @pytest.mark.parametrize("name", REASONING)
@@ -252,7 +275,7 @@ def test_hostile_text_is_read_once(name: str) -> None:
         assert parser.examined <= MAX_WORK_ALONE * 2048, unit
 
 
-@pytest.mark.parametrize("name", ["hermes", "kimi_k2", "glm", "pythonic"])
+@pytest.mark.parametrize("name", BY_NAME)
 def test_a_hostile_megabyte_is_read_once(name: str) -> None:
     fmt = BY_NAME[name]
     units = list(hostile(fmt))
@@ -263,7 +286,7 @@ def test_a_hostile_megabyte_is_read_once(name: str) -> None:
     assert parser.examined <= MAX_WORK * len(text)
 
 
-@pytest.mark.parametrize("name", ["hermes", "kimi_k2", "glm", "pythonic"])
+@pytest.mark.parametrize("name", BY_NAME)
 def test_a_megabyte_of_arguments_is_read_once(name: str) -> None:
     fmt = BY_NAME[name]
     call = fmt.render([("get_weather", {"city": "Rome"})])
@@ -272,6 +295,18 @@ def test_a_megabyte_of_arguments_is_read_once(name: str) -> None:
     *_, last = events(parser, cut(text, [step / 64 for step in range(64)]))
     assert last == CallEnd(0)
     assert parser.examined <= 4 * len(text)
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_markers_in_a_string_are_read_once(name: str) -> None:
+    fmt = BY_NAME[name]
+    body = fmt.blocks[0].body
+    marker = body.value_end.strip() if isinstance(body, TagCalls) else fmt.blocks[0].end or "]"
+    text = fmt.render([("get_weather", {"tags": ["@"]})]).replace("@", marker * (2**16 // len(marker)))
+    parser = fmt.parser(TOOLS)
+    *_, last = events(parser, cut(text, [step / 64 for step in range(64)]))
+    assert last == CallEnd(0)
+    assert parser.examined <= MAX_WORK * len(text)
 
 
 def test_twenty_two_arguments_of_half_a_call_are_no_trouble() -> None:
