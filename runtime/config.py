@@ -353,6 +353,7 @@ class ResolvedConfig(msgspec.Struct, frozen=True, kw_only=True):
     device: Literal["cpu", "cuda"]
     quantization: Quantization = "none"
     kernels: Kernels = "torch"
+    prepacked: bool = False
     model_impl: Literal["sgl", "transformers"] = "sgl"
     context_len: int
     page_size: int
@@ -407,6 +408,7 @@ class _Decided(msgspec.Struct, frozen=True, kw_only=True):
     num_mask_threads: int
     random_seed: int
     disable_overlap_schedule: bool
+    prepacked: bool
     reasons: list[Reason]
 
 
@@ -452,6 +454,7 @@ def resolve(config: EngineConfig, facts: Facts) -> ResolvedConfig:
         max_pinned_tokens=_pinned_tokens(config, sizes.pool_tokens, reasons),
         disable_forced_tokens=config.disable_forced_tokens,
         disable_overlap_schedule=decided.disable_overlap_schedule,
+        prepacked=decided.prepacked,
         cuda_graph_max_bs_decode=sizes.cuda_graph_max_bs_decode,
         num_mask_threads=decided.num_mask_threads,
         schedule_conservativeness=config.schedule_conservativeness,
@@ -592,6 +595,7 @@ def _decide(config: EngineConfig, facts: Facts) -> _Decided:
         num_mask_threads=masks,
         random_seed=seed,
         disable_overlap_schedule=no_overlap,
+        prepacked=numerics.prepacked,
         reasons=reasons,
     )
 

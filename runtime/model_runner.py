@@ -17,7 +17,7 @@ import msgspec
 import torch
 
 from sgl.errors import ConfigError
-from sgl.kernels import prepacked, registry
+from sgl.kernels import registry
 from sgl.kernels.attention import AttentionPlan, plan_attention
 from sgl.kernels.deterministic import ROWS
 from sgl.kernels.native import library
@@ -146,8 +146,7 @@ class ModelRunner:
             torch.set_num_threads(resolved.num_threads)
         if resolved.kernels == "native":
             library.library().sgl_set_threads(resolved.num_threads)
-        is_plain = resolved.kernels == "torch" and not resolved.deterministic
-        if is_plain and prepacked.obstacle(resolved.dtype, resolved.device) is None:
+        if resolved.prepacked and isinstance(model, torch.nn.Module):
             prepack(model)
         self.model = model
         self.model_config = model_config

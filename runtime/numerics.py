@@ -23,12 +23,14 @@ Kernels = Literal["torch", "native", "triton"]
 
 
 class Numerics(NamedTuple):
-    """The decision. `reasons` are (field, value, why) of what the user left open."""
+    """The decision. `reasons` are (field, value, why) of what the user left open; `prepacked` says that torch is to
+    compute with weights in oneDNN's order, which is faster and sums in another order than plain torch."""
 
     dtype: Dtype
     quantization: Quantization
     kernels: Kernels
     reasons: tuple[tuple[str, str, str], ...]
+    prepacked: bool = False
 
 
 def decide_numerics(config: EngineConfig, facts: Facts, device: Literal["cpu", "cuda"]) -> Numerics:
@@ -54,7 +56,8 @@ def decide_numerics(config: EngineConfig, facts: Facts, device: Literal["cpu", "
     kernels, why = _kernels(config, facts, device, dtype, quantization, obstacle)
     if config.kernels == "auto":
         reasons.append(("kernels", kernels, why))
-    return Numerics(dtype, quantization, kernels, tuple(reasons))
+    prepacked = device == "cpu" and kernels == "torch" and _packing(config, facts, dtype) == _PACKED
+    return Numerics(dtype, quantization, kernels, tuple(reasons), prepacked)
 
 
 def _obstacle(config: EngineConfig, facts: Facts, device: str) -> str:
@@ -114,15 +117,18 @@ def _kernels(
     return "torch", (obstacle or f"torch computes with {dtype} weights") + _packing(config, facts, dtype)
 
 
+_PACKED = "; oneDNN keeps the weights in its own order"
+
+
 def _packing(config: EngineConfig, facts: Facts, dtype: Dtype) -> str:
-    """In what order torch finds its weights on a CPU."""
-    if config.enable_deterministic_inference:
+    """In what order torch finds its weights on a CPU. Who asks for torch gets it as it is."""
+    if config.enable_deterministic_inference or config.kernels == "torch":
         return ""
     if facts.layers_obstacle:
         return ""
     if obstacle := facts.prepacked_obstacles.get(dtype, ""):
         return f"; weights are not prepacked: {obstacle}"
-    return "; oneDNN keeps the weights in its own order"
+    return _PACKED
 
 
 def _gpu_kernels(config: EngineConfig, facts: Facts) -> tuple[Kernels, str]:

@@ -86,6 +86,13 @@ def test_without_a_compiler_it_is_said_what_torch_does_with_the_weights(dtype: D
     found = facts(native_obstacle="there is no compiler", prepacked_obstacles={"bfloat16": "it does not"})
     resolved = resolve(EngineConfig(dtype=dtype), found)
     assert [reason.why for reason in resolved.reasons if reason.field == "kernels"] == [message]
+    assert resolved.prepacked == ("oneDNN keeps" in message)
+
+
+def test_who_asks_for_torch_gets_plain_torch() -> None:
+    assert resolve(EngineConfig(dtype="float32"), facts()).prepacked
+    assert not resolve(EngineConfig(dtype="float32", kernels="torch"), facts()).prepacked
+    assert not resolve(EngineConfig(enable_deterministic_inference=True, dtype="float32"), facts()).prepacked
 
 
 @pytest.mark.parametrize(
