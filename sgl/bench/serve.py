@@ -348,8 +348,7 @@ def own_server(fields: Mapping[str, Any]) -> Iterator[str]:
 def _url_of(server: subprocess.Popen[str], said: list[str]) -> str:
     with ThreadPoolExecutor(1) as reader:
         end = time.monotonic() + START_S
-        assert server.stdout is not None
-        while time.monotonic() < end:
+        while server.stdout is not None and time.monotonic() < end:
             line = reader.submit(server.stdout.readline).result()
             if not line:
                 break
