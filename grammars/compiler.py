@@ -43,7 +43,9 @@ class Backend(Protocol):
         """Give back processes, if it has any."""
 
 
-BackendFactory: TypeAlias = Callable[[str, int, Sequence[int], Limits], Backend]
+BackendFactory: TypeAlias = Callable[[str, int, Sequence[int], Limits, Callable[[], Vocabulary]], Backend]
+"""From the tokenizer's text, the number of logits, ends, limits, and what gives the tokenizer's vocabulary, of which a
+compiler has one."""
 WHITESPACE = ("compact", "bounded")
 _MAX_REASONING = 16
 """Pairs of markers whose tables are kept; a model has one."""
@@ -51,16 +53,20 @@ _MAX_LOOSENED = 16
 """Keywords of one schema that compiling may turn out not to enforce."""
 
 
-def _llguidance(tokenizer_json: str, vocab_size: int, eos_ids: Sequence[int], limits: Limits) -> Backend:
+def _llguidance(
+    tokenizer_json: str, vocab_size: int, eos_ids: Sequence[int], limits: Limits, _: Callable[[], Vocabulary]
+) -> Backend:
     from sgl.grammars.llguidance_backend import Backend
 
     return Backend(tokenizer_json, vocab_size, eos_ids, limits)
 
 
-def _xgrammar(tokenizer_json: str, vocab_size: int, eos_ids: Sequence[int], limits: Limits) -> Backend:
+def _xgrammar(
+    tokenizer_json: str, vocab_size: int, eos_ids: Sequence[int], limits: Limits, vocabulary: Callable[[], Vocabulary]
+) -> Backend:
     from sgl.grammars.xgrammar_backend import Backend
 
-    return Backend(_llguidance(tokenizer_json, vocab_size, eos_ids, limits).vocabulary, limits)
+    return Backend(vocabulary(), limits)
 
 
 BACKENDS: dict[str, BackendFactory] = {"llguidance": _llguidance, "xgrammar": _xgrammar}
@@ -179,7 +185,7 @@ class GrammarCompiler:
         self._limits = limits
         self._cache_size = cache_size
         self._backends: dict[str, Backend] = {}
-        self._backend_lock = threading.Lock()
+        self._backend_lock = threading.RLock()  # a backend may ask for the vocabulary, which another one reads
         self._validator = Validator(limits)
         self._closer: Closer | None = None
         self._cache: OrderedDict[tuple[str, Constraint], CompiledGrammar] = OrderedDict()
@@ -251,7 +257,11 @@ class GrammarCompiler:
         with self._backend_lock:
             if name not in self._backends:
                 self._backends[name] = BACKENDS[name](
-                    self._tokenizer_json, self._vocab_size, self._eos_ids, self._limits
+                    self._tokenizer_json,
+                    self._vocab_size,
+                    self._eos_ids,
+                    self._limits,
+                    lambda: self._backend("llguidance").vocabulary,
                 )
             if self._closer is None:
                 self._closer = Closer(self._backends[name].vocabulary)

@@ -15,6 +15,7 @@ import difflib
 import json
 import math
 from collections.abc import Iterator
+from decimal import Decimal
 from enum import Enum
 from typing import Any, NoReturn, TypeAlias
 from urllib.parse import unquote
@@ -22,6 +23,7 @@ from urllib.parse import unquote
 import msgspec
 
 from sgl.errors import ConstraintTooComplex, InvalidConstraint, InvalidRegex, InvalidSchema, UnsupportedSchema
+from sgl.grammars.pointers import escaped, pointer_of, steps_of
 from sgl.grammars.regex import Dialect, translate
 from sgl.limits import DEFAULT_LIMITS, Limits
 
@@ -34,8 +36,8 @@ class Kind(Enum):
     SCHEMA = "a schema (an object or a boolean)"
     SCHEMAS = "a list of at least one schema"
     SCHEMA_MAP = "an object whose values are schemas"
-    COUNT = "an integer from 0 to 2**53"
-    NUMBER = "a finite number of at most 2**53 in size"
+    COUNT = "an integer of at least 0"
+    NUMBER = "a number"
     POSITIVE = "a number above 0"
     BOOLEAN = "true or false"
     STRING = "a string"
@@ -224,6 +226,8 @@ _TYPES_OF = {
 }
 TYPES = ("array", "boolean", "integer", "null", "number", "object", "string")
 _LARGEST = 2**53
+_BOUND_WORDS = ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum")
+CHECK_HINT = "or give unsupported='check', which checks the finished value instead"
 
 
 def check_schema(schema_text: str, backend: str = "llguidance", limits: Limits = DEFAULT_LIMITS) -> None:
@@ -317,10 +321,10 @@ def _children(word: str, value: Any, backend: str) -> Iterator[tuple[str, Schema
     elif kind is Kind.SCHEMAS and isinstance(value, list):
         held = [(f"/{index}", child) for index, child in enumerate(value)]
     elif kind is Kind.SCHEMA_MAP and isinstance(value, dict):
-        held = [(f"/{_escaped(name)}", child) for name, child in value.items()]
+        held = [(f"/{escaped(name)}", child) for name, child in value.items()]
     for step, child in held:
         if isinstance(child, (dict, bool)):
-            yield f"/{_escaped(word)}{step}", child
+            yield f"/{escaped(word)}{step}", child
 
 
 class _Check:
@@ -346,9 +350,11 @@ class _Check:
         for pointer, schema in self.places.items():
             if isinstance(schema, dict):
                 for word, value in schema.items():
-                    self.keyword(f"{pointer}/{_escaped(word)}", word, value, schema)
+                    self.keyword(f"{pointer}/{escaped(word)}", word, value, schema)
                 if self.backend == "xgrammar":
                     self.combination(pointer, schema)
+                    self.six_decimals(pointer, schema)
+                    self.names(pointer, schema)
                 else:
                     self.beside_zero(pointer, schema)
         ends: set[str] = set()  # places whose references are known to come to an end
@@ -372,6 +378,8 @@ class _Check:
             self.refuse(pointer, message, row.hint, checkable=word not in _UNCHECKED)
             return
         self.value(pointer, row.kind, value)
+        if row.kind in (Kind.COUNT, Kind.NUMBER, Kind.POSITIVE):
+            self.size(pointer, value, pointer)
         if row.support is Support.ANNOTATION:
             self.annotation(pointer, word)
         elif word == "$ref":
@@ -381,12 +389,12 @@ class _Check:
             hint = f"use pattern or numeric bounds, or one of {', '.join(sorted(FORMATS[self.backend]))}"
             self.refuse(pointer, message, hint)
         elif word in ("const", "enum"):
-            self.numbers(pointer, value)
+            self.numbers(pointer, value, pointer)
         elif word == "pattern":
             self.pattern(pointer, value)
         elif word == "patternProperties":
             for name in value:
-                self.pattern(f"{pointer}/{_escaped(name)}", name)
+                self.pattern(f"{pointer}/{escaped(name)}", name)
         elif word == "minProperties":
             self.min_properties(pointer, value, schema)
 
@@ -405,9 +413,9 @@ class _Check:
             Kind.SCHEMA: isinstance(value, (dict, bool)),
             Kind.SCHEMAS: isinstance(value, list) and bool(value) and all(isinstance(v, (dict, bool)) for v in value),
             Kind.SCHEMA_MAP: isinstance(value, dict) and all(isinstance(v, (dict, bool)) for v in value.values()),
-            Kind.COUNT: number and 0 <= value <= _LARGEST and value == math.floor(value),
-            Kind.NUMBER: number and abs(value) <= _LARGEST,
-            Kind.POSITIVE: number and 0 < value <= _LARGEST,
+            Kind.COUNT: number and value >= 0 and (isinstance(value, int) or value.is_integer()),
+            Kind.NUMBER: number,
+            Kind.POSITIVE: number and value > 0,
             Kind.BOOLEAN: isinstance(value, bool),
             Kind.STRING: isinstance(value, str),
             Kind.STRINGS: isinstance(value, list) and all(isinstance(v, str) for v in value),
@@ -428,16 +436,22 @@ class _Check:
             )
         raise InvalidSchema(f"{pointer} is {_shown(value)}; expected {wanted}", hint="mend its value", pointer=pointer)
 
-    def numbers(self, pointer: str, value: Any) -> None:
-        """Refuse a number, anywhere in a value, that a backend would write as another one or cannot read."""
+    def size(self, pointer: str, value: float, keyword: str) -> None:
+        """Refuse a number that a backend would take for another one, or cannot read; it belongs to `keyword`."""
+        if abs(value) > _LARGEST:
+            message = f"{pointer} is {_shown(value)}; {self.backend} is exact up to 2**53 in size"
+            self.refuse(keyword, message, "use a smaller number, or none", at=pointer)
+
+    def numbers(self, pointer: str, value: Any, keyword: str) -> None:
+        """See `size`, for the numbers anywhere in a value."""
         if isinstance(value, dict):
             for name, child in value.items():
-                self.numbers(f"{pointer}/{_escaped(name)}", child)
+                self.numbers(f"{pointer}/{escaped(name)}", child, keyword)
         elif isinstance(value, list):
             for index, child in enumerate(value):
-                self.numbers(f"{pointer}/{index}", child)
+                self.numbers(f"{pointer}/{index}", child, keyword)
         elif isinstance(value, (int, float)) and not isinstance(value, bool):
-            self.value(pointer, Kind.NUMBER, value)
+            self.size(pointer, value, keyword)
 
     def pattern(self, pointer: str, pattern: str) -> None:
         try:
@@ -470,6 +484,29 @@ class _Check:
                 if word in words:
                     self.ignored(pointer, word, "a pattern or format stands beside it", "write it into the pattern")
 
+    def six_decimals(self, pointer: str, schema: dict[str, Any]) -> None:
+        """Refuse a range of numbers that has none of six decimals, which are all that xgrammar writes."""
+        if schema.get("type") != "number" or holds_decimals(schema, 6):
+            return
+        words = [word for word in ("maximum", "exclusiveMaximum") if word in schema]
+        for word in words:
+            at = f"{pointer}/{word}"
+            message = f"{word!r} at {at} leaves no number of six decimals, and {self.backend} writes no others"
+            self.refuse(at, message, "widen the range, or use grammar_backend='llguidance'")
+
+    def names(self, pointer: str, schema: dict[str, Any]) -> None:
+        """Refuse a required name that the object is closed to: xgrammar would leave it out."""
+        known = schema.get("properties", {})
+        missing = [name for name in schema.get("required", ()) if name not in known]
+        is_closed = schema.get("additionalProperties") is False and "patternProperties" not in schema
+        if missing and is_closed:
+            raise InvalidSchema(
+                f"nothing satisfies the schema at {pointer or 'the root'}: {missing[0]!r} is required, and no property "
+                "may have that name",
+                hint="write it into 'properties'",
+                pointer=f"{pointer}/required",
+            )
+
     def beside_zero(self, pointer: str, schema: dict[str, Any]) -> None:
         """Refuse a range that zero bounds without being in it and that no number of whole units reaches: llguidance
         lets zero through there."""
@@ -485,13 +522,18 @@ class _Check:
                 self.refuse(at, message, "use a minimum or maximum that is not zero")
 
     def ignored(self, pointer: str, word: str, why: str, hint: str) -> None:
-        pointer = f"{pointer}/{_escaped(word)}"
+        pointer = f"{pointer}/{escaped(word)}"
         self.refuse(pointer, f"{word!r} at {pointer} is not enforced by {self.backend}: {why}", hint)
 
-    def refuse(self, pointer: str, message: str, hint: str, *, checkable: bool = True) -> None:
-        """Raise that the backend would not enforce what is at `pointer`, or note that it is to be checked."""
+    def refuse(self, pointer: str, message: str, hint: str, *, checkable: bool = True, at: str | None = None) -> None:
+        """Raise that the backend would not enforce the keyword at `pointer`, or note that it is to be checked.
+
+        Args:
+            at: where in its value the cause stands, if not the whole.
+        """
         if self.found is None or not checkable:
-            raise UnsupportedSchema(message, hint=hint, pointer=pointer)
+            hint = f"{hint}; {CHECK_HINT}" if checkable else hint
+            raise UnsupportedSchema(message, hint=hint, pointer=pointer if at is None else at)
         self.found.append(pointer)
 
     def min_properties(self, pointer: str, value: float, schema: dict[str, Any]) -> None:
@@ -512,7 +554,7 @@ class _Check:
         target = self.anchors.get(fragment, "\0") if fragment and not fragment.startswith("/") else fragment
         if target not in self.places:
             # Another spelling of the same place: escapes that need not be there.
-            target = "".join(f"/{_escaped(_unescaped(part))}" for part in target.split("/")[1:])
+            target = pointer_of(steps_of(target))
             if not fragment.startswith("/") or target not in self.places:
                 self.unresolved(pointer, reference, "there is no schema", "refer to '#/$defs/name', '#' or '#anchor'")
         return target
@@ -535,6 +577,25 @@ class _Check:
             seen.add(at)
             schema = self.places[at]
         ends |= seen
+
+
+def holds_decimals(schema: dict[str, Any], places: int) -> bool:
+    """Whether a number with so many decimals lies within the bounds of a schema, or they contradict each other anyway.
+
+    Example:
+        >>> holds_decimals({"minimum": 0.15, "maximum": 0.25}, 1), holds_decimals({"minimum": 0.11, "maximum": 0.15}, 1)
+        (True, False)
+    """
+    bounds = {word: Decimal(repr(schema[word])).scaleb(places) for word in _BOUND_WORDS if word in schema}
+    lows = [math.ceil(bounds["minimum"])] if "minimum" in bounds else []
+    lows += [math.floor(bounds["exclusiveMinimum"]) + 1] if "exclusiveMinimum" in bounds else []
+    highs = [math.floor(bounds["maximum"])] if "maximum" in bounds else []
+    highs += [math.ceil(bounds["exclusiveMaximum"]) - 1] if "exclusiveMaximum" in bounds else []
+    if not lows or not highs or max(lows) <= min(highs):
+        return True
+    least = max(value for word, value in bounds.items() if word.endswith("inimum"))
+    most = min(value for word, value in bounds.items() if word.endswith("aximum"))
+    return least > most
 
 
 def is_vacuous(word: str, value: Any, schema: dict[str, Any]) -> bool:
@@ -579,14 +640,6 @@ def _too_deep(limits: Limits) -> ConstraintTooComplex:
 
 def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not JSON")
-
-
-def _escaped(name: str) -> str:
-    return name.replace("~", "~0").replace("/", "~1")
-
-
-def _unescaped(name: str) -> str:
-    return name.replace("~1", "/").replace("~0", "~")
 
 
 def _shown(value: Any) -> str:

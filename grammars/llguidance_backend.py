@@ -39,7 +39,7 @@ from sgl.grammars.ebnf import parse as parse_ebnf
 from sgl.grammars.ebnf import to_lark
 from sgl.grammars.engine_matcher import EngineMatcher
 from sgl.grammars.helper import Helpers
-from sgl.grammars.keywords import FORMATS, TABLES, Kind, Schema, Support, parse_schema, subschemas
+from sgl.grammars.keywords import CHECK_HINT, FORMATS, TABLES, Kind, Schema, Support, parse_schema, subschemas
 from sgl.grammars.lark import map_schemas
 from sgl.grammars.llguidance_tags import TagWriter
 from sgl.grammars.matcher import Bitmask, StopReason, bitmask_words
@@ -196,12 +196,15 @@ class Backend:
         if any(word in low for word in _UNSATISFIABLE):
             kind = InvalidRegex if isinstance(constraint, Regex) else InvalidSchema
             return kind(
-                f"nothing satisfies the {what}{place}: {shown}", hint="loosen the conflicting part", pointer=pointer
+                f"nothing satisfies the {what}{place}: {_plain(shown)}",
+                hint="loosen the conflicting part",
+                pointer=pointer,
             )
         if any(word in low for word in _UNSUPPORTED) and not isinstance(constraint, Regex):
             return UnsupportedSchema(
-                f"the JSON schema{place} cannot be enforced by {NAME}: {shown}",
-                hint="make the branches exclusive by a const property, or write the combination out",
+                f"the JSON schema{place} cannot be enforced by {NAME}: {_plain(shown)}",
+                hint="use anyOf, or make the branches exclusive by a const property, or write the combination out; "
+                + CHECK_HINT,
                 pointer=pointer,
             )
         if any(word in low for word in _COMPLEX):
@@ -231,6 +234,18 @@ class Backend:
         return ""
 
 
+def _plain(shown: str) -> str:
+    """The library's message without its own options and its own form of a regex.
+
+    Example:
+        >>> _plain("oneOf is not supported. Enable 'coerce_one_of' option"), _plain("Regex is empty: (And (x))")
+        ('oneOf is not supported', 'no text matches all its patterns, lengths and formats')
+    """
+    if "regex is empty" in shown.lower():
+        return "no text matches all its patterns, lengths and formats"
+    return re.sub(r"\.? Enable '\w+' option.*", "", shown)
+
+
 _QUOTED = re.compile(r"""\"[^"]*"|'[^']*'|`[^`]*`|/[^/]*/""")
 _PLACE = re.compile(r"^(?:at )?(\d+)\((\d+)\): ")
 _NAMES: dict[type, str] = {Ebnf: "EBNF", Lark: "Lark grammar", StructuralTag: "structural tag"}
@@ -244,6 +259,10 @@ def _grammar_fault(constraint: Ebnf | Lark | StructuralTag, shown: str) -> SglEr
     if any(word in low for word in _UNSATISFIABLE):
         return InvalidGrammar(f"nothing satisfies the {name}: {shown}", hint="loosen the conflicting part")
     found = _PLACE.match(shown)
+    if "no start rule" in low or "empty grammar" in low:
+        return InvalidGrammar(f"the {name} has no rule 'start'", hint="define it: start: ...")
+    if "noextensionbias" in low:
+        return InvalidGrammar(f"the {name} has a rule that only leads back to itself", hint="give it text to end in")
     if not found or not isinstance(constraint, Lark):
         return InvalidGrammar(f"the {name} cannot be compiled: {shown}", hint="simplify it")
     line, column = int(found[1]), int(found[2])
@@ -294,6 +313,8 @@ def rewritten(schema: Schema, limits: Limits) -> Schema:
             value = {_anchored(name, limits): rewritten(child, limits) for name, child in value.items()}
         elif row.kind is Kind.SCHEMA:
             value = rewritten(value, limits)
+        elif row.kind is Kind.COUNT:
+            value = int(value)  # 2.0 is an integer to JSON schema, and none to the library
         elif row.kind is Kind.SCHEMAS:
             value = [rewritten(child, limits) for child in value]
         elif row.kind is Kind.SCHEMA_MAP:

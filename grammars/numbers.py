@@ -2,21 +2,24 @@
 
 Owns a matcher around another one. Called by `sgl.grammars.compiler` for JSON schemas: a model that falls into a loop of
 digits would else write them until its budget ends. A number that has reached `max_len` characters (its last token may
-step over), or three digits of its exponent, does not go on, unless nothing else can follow: a longer constant, an
-exponent that has only begun. Everything else is the inner matcher's.
+step over), or two digits of its exponent (three of a negative one), does not go on, unless nothing else can follow: a
+longer constant, an exponent that has only begun, a number that is no multiple yet (`multipleOf`). So values are finite
+as floats of 64 bits. Everything else is the inner matcher's.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from sgl.grammars.choices import Vocabulary, write_row
+from sgl.grammars.choices import Vocabulary, row_of, write_row
 from sgl.grammars.matcher import Bitmask, CompiledGrammar, Matcher, StopReason, num_acceptable
 
 _DIGITS = frozenset(b"0123456789")
-_EXPONENT_DIGITS = 3
-"""As many as a float of 64 bits has."""
+_EXPONENT_DIGITS = 2
+"""A float of 64 bits has three, of which the largest are infinite. Negative ones may have all three."""
+_FULL = 2 + _EXPONENT_DIGITS
 _NUMBER = frozenset(b"0123456789+-.eE")
 
 
@@ -27,7 +30,7 @@ class Place(NamedTuple):
     escaped: bool = False
     number_len: int = 0
     after_digit: bool = False
-    exponent_len: int = 0  # of the number's end from its `e` on
+    exponent_len: int = 0  # 0 before its `e`; from there 2 and the number of digits, less 1 for a minus
 
     def after(self, text: bytes) -> Place:
         """The place behind more text.
@@ -44,7 +47,10 @@ class Place(NamedTuple):
                 continue
             digit = byte in _DIGITS
             length = length + 1 if digit or (byte in _NUMBER and (length or byte == 0x2D)) else 0
-            exponent = exponent + digit if exponent and length else int(length > 0 and byte in b"eE")
+            if exponent and length:
+                exponent += digit - (byte == 0x2D)
+            else:
+                exponent = 2 if length and byte in b"eE" else 0
             in_string = byte == 0x22
         return Place(in_string, escaped, length, digit, exponent)
 
@@ -57,6 +63,19 @@ class BoundedNumbers:
         self.vocabulary = vocabulary
         self.max_len = max_len
         self.going_on = vocabulary.row_of_first(_NUMBER)
+        self._too_long: dict[int, Bitmask] = {}
+
+    def too_long(self, exponent_len: int) -> Bitmask:
+        """The tokens by which an exponent gets more digits than it may; see `Place.exponent_len`."""
+        if exponent_len not in self._too_long:
+            lead = b"" if exponent_len else rb"[0-9.]*[eE]"
+            over = _FULL + 1 - (exponent_len or 2)
+            more = re.compile(lead + rb"(?:\+?[0-9]{%d,}|-[0-9]{%d,})" % (over, over + 1))
+            self._too_long[exponent_len] = row_of(
+                (token_id for token_id, text in self.vocabulary.token_bytes.items() if more.match(text)),
+                self.vocabulary.vocab_size,
+            )
+        return self._too_long[exponent_len]
 
     def matcher(self) -> BoundedMatcher:
         """A new matcher at the start."""
@@ -74,15 +93,16 @@ class BoundedMatcher:
     def fill(self, bitmask: Bitmask, row: int) -> None:
         """See `Matcher.fill`."""
         self.inner.fill(bitmask, row)
-        if self._is_full():
-            going_on = self._grammar.going_on
-            shorter = bitmask[row, : len(going_on)] & ~going_on
+        excluded = self._excluded()
+        if excluded is not None:
+            shorter = bitmask[row, : len(excluded)] & ~excluded
             if shorter.any():
                 write_row(bitmask, row, shorter)
 
     def accept(self, token_id: int) -> bool:
         """See `Matcher.accept`."""
-        if self._is_full() and not self._allows(token_id):
+        excluded = self._excluded()
+        if excluded is not None and _holds(excluded, token_id) and not self._allows(token_id):
             return False
         if not self.inner.accept(token_id):
             return False
@@ -123,9 +143,16 @@ class BoundedMatcher:
             return StopReason.NOT_STOPPED if onward.any() else StopReason.COMPLETE
         return stop
 
+    def _excluded(self) -> Bitmask | None:
+        """What may not follow here unless nothing else can."""
+        place = self._places[-1]
+        if place.in_string or not place.number_len:
+            return None
+        return self._grammar.going_on if self._is_full() else self._grammar.too_long(place.exponent_len)
+
     def _is_full(self) -> bool:
         place = self._places[-1]
-        is_long = place.number_len >= self._grammar.max_len or place.exponent_len > _EXPONENT_DIGITS
+        is_long = place.number_len >= self._grammar.max_len or place.exponent_len >= _FULL
         return is_long and place.after_digit
 
     def _row(self) -> Bitmask:
@@ -136,4 +163,8 @@ class BoundedMatcher:
 
     def _allows(self, token_id: int) -> bool:
         inside = 0 <= token_id < self._grammar.vocabulary.vocab_size
-        return inside and bool(self._row()[token_id // 32] >> (token_id % 32) & 1)
+        return inside and _holds(self._row(), token_id)
+
+
+def _holds(row: Bitmask, token_id: int) -> bool:
+    return 0 <= token_id // 32 < len(row) and bool(row[token_id // 32] >> (token_id % 32) & 1)

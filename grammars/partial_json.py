@@ -10,6 +10,8 @@ from __future__ import annotations
 import json
 import re
 
+from sgl.grammars.pointers import pointer_of
+
 _TOKEN = re.compile(r'"(?:[^"\\]|\\.)*(?:"|\\?\Z)|[{}\[\],:]|[^\s{}\[\],:"]+', re.DOTALL)
 _WORDS = ("true", "false", "null")
 
@@ -62,7 +64,7 @@ def open_pointer(text: str) -> str:
             name = _string(token) or ""
         else:
             top.open = match.end() == len(text) and not _is_done(token)
-    return "".join(f"/{_escaped(c.key)}" for c in stack if c.open)
+    return pointer_of(c.key for c in stack if c.open)
 
 
 def _is_done(token: str) -> bool:
@@ -77,7 +79,3 @@ def _string(token: str) -> str | None:
     except ValueError:
         return None
     return value if isinstance(value, str) else None
-
-
-def _escaped(key: str | int) -> str:
-    return str(key).replace("~", "~0").replace("/", "~1")

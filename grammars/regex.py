@@ -24,6 +24,7 @@ from typing import Any
 
 from sgl.errors import ConstraintTooComplex, InvalidRegex
 from sgl.grammars.charsets import Range, class_text, complement, escaped, merged
+from sgl.grammars.ecma import to_python
 from sgl.limits import DEFAULT_LIMITS, Limits
 
 
@@ -96,18 +97,17 @@ def translate(pattern: str, *, dialect: Dialect = Dialect.PYTHON, limits: Limits
     return writer.sequence(list(tree), tree.state.flags, 0, at_start=True, at_end=True)
 
 
-def _parse(pattern: str, dialect: Dialect, limits: Limits) -> Any:
+def _parse(given: str, dialect: Dialect, limits: Limits) -> Any:
+    pattern = given
     if dialect is Dialect.ECMA:
-        # The one spelling that differs and is common: ECMA names a group (?<name>, Python (?P<name>.
-        pattern = re.sub(r"(?<!\\)((?:\\\\)*)\(\?<(?![=!])", r"\1(?P<", pattern)
+        pattern = to_python(pattern)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return sre_parser.parse(pattern)
     except re.error as error:
-        raise InvalidRegex(
-            f"the regex {_shown(pattern)} is wrong: {error}", hint="mend the pattern", position=error.pos
-        ) from None
+        hint = "write [^\\W\\d_] for letters" if r"bad escape \p" in str(error) else "mend the pattern"
+        raise InvalidRegex(f"the regex {_shown(given)} is wrong: {error}", hint=hint, position=error.pos) from None
     except RecursionError:
         raise _too_deep(limits) from None
     except OverflowError:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
@@ -28,7 +29,8 @@ class JsonSchema(msgspec.Struct, frozen=True, tag="json_schema"):
 
     Args:
         whitespace: `compact` allows no space outside strings; `bounded` (default) at most one blank between tokens.
-        max_number_len: characters of one number, unless the schema itself asks for a longer one.
+        max_number_len: characters of one number, unless the schema itself asks for a longer one. With `multipleOf` a
+            number goes on to the first place where it may end.
         unsupported: what happens to keywords that the backend does not enforce: `refuse` (default) the schema, or
             `check` the value after decoding, which then may fail.
     """
@@ -109,7 +111,9 @@ def constraint_of(given: Mapping[str, Any]) -> Constraint | None:
         raise kind(f"{name} is {value!r}; expected a string", param=name)
     if name == "regex":
         try:
-            re.compile(value)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # Python's remarks are about its own future
+                re.compile(value)
         except re.error as error:
             raise InvalidRegex(f"regex {value!r} cannot be compiled: {error}", param=name) from None
         except RecursionError:

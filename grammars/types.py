@@ -5,9 +5,11 @@ Owns the one schema generator (`schema_of`), its inverse (`parse`, `dump`) and t
 and no grammar engine; Pydantic is imported when a type is converted.
 
 Known: `int float bool str None Any`, `list set frozenset tuple dict[str, X]` and the abstract `Sequence`, `Set`,
-`Mapping`; `Literal`, `Enum`, unions; `TypedDict` (`total`, `Required`, `NotRequired`), dataclasses, `msgspec.Struct`,
-Pydantic models (their own schema); `date`, `time`, `datetime`, `UUID`; `NewType`; `Annotated` with the constraints of
-`annotated_types`, `msgspec.Meta` or Pydantic's `Field`; functions by their parameters. Classes with fields stand in
+`Mapping`, with keys that are strings, integers, or a `Literal` or `Enum` of strings; `Literal`, `Enum`, unions;
+`TypedDict` (`total`, `Required`, `NotRequired`), dataclasses, also generic ones, `msgspec.Struct`, `NamedTuple` (an
+array), Pydantic models (their own schema); `date`, `time`, `datetime`, `timedelta`, `UUID`, `Path`, `Decimal` (a string
+of digits, which loses none); `NewType`; `Annotated` with the constraints of `annotated_types`, `msgspec.Meta` or
+Pydantic's `Field`; functions by their parameters. Classes with fields stand in
 `$defs`, so that they may refer to themselves. Objects are closed: no property that the class does not name.
 
 Pydantic converts, and checks the constraints again. msgspec converts what holds a Struct, and before Python 3.12 a
@@ -24,8 +26,13 @@ from __future__ import annotations
 import collections.abc as abc
 import dataclasses
 import datetime
+import decimal
 import enum
 import inspect
+import json
+import math
+import pathlib
+import re
 import sys
 import types
 import typing
@@ -37,10 +44,14 @@ from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get
 import msgspec
 
 from sgl.errors import GenerationError, UnsupportedSchema
+from sgl.grammars.pointers import pointer_of
 
 T = TypeVar("T")
 Schema = dict[str, Any]
 
+_SECONDS = r"[0-9]{1,2}(\.[0-9]{1,6})?S"
+_CLOCK = rf"T([0-9]{{1,2}}H([0-9]{{1,2}}M)?({_SECONDS})?|[0-9]{{1,2}}M({_SECONDS})?|{_SECONDS})"
+_DURATION = rf"^-?P([0-9]{{1,3}}Y([0-9]{{1,6}}D)?({_CLOCK})?|[0-9]{{1,6}}D({_CLOCK})?|{_CLOCK})$"
 _SCALARS: dict[Any, Schema] = {
     int: {"type": "integer"},
     float: {"type": "number"},
@@ -53,10 +64,15 @@ _SCALARS: dict[Any, Schema] = {
     datetime.date: {"type": "string", "format": "date"},
     datetime.datetime: {"type": "string", "format": "date-time"},
     datetime.time: {"type": "string", "format": "time"},
+    datetime.timedelta: {"type": "string", "pattern": _DURATION},
+    decimal.Decimal: {"type": "string", "pattern": r"^-?(0|[1-9][0-9]{0,19})(\.[0-9]{1,12})?$"},
+    pathlib.Path: {"type": "string", "minLength": 1},
     uuid.UUID: {"type": "string", "format": "uuid"},
 }
 _ARRAYS = (list, set, frozenset, abc.Sequence, abc.Set, abc.MutableSequence, abc.Collection, abc.Iterable)
 _MAPS = (dict, abc.Mapping, abc.MutableMapping)
+_INTEGER_NAME = "^(0|-?[1-9][0-9]{0,17})$"
+_MAYBE_INFINITE = re.compile(r"[eE]\+?[0-9]{3}|[0-9]{300}")
 _WRAPPERS = tuple(
     getattr(typing, name)
     for name in ("Required", "NotRequired", "ReadOnly", "Final", "ClassVar")
@@ -131,6 +147,8 @@ def parse(tp: type[T] | Any, text: str) -> T:
     shown = _name(tp)
     target = _arguments(tp) if inspect.isroutine(tp) else tp
     try:
+        if _MAYBE_INFINITE.search(text):
+            json.loads(text, parse_float=_finite)
         if _is_msgspec(target):
             # What stands inside and is Pydantic's own comes through the hook.
             return cast(
@@ -138,8 +156,24 @@ def parse(tp: type[T] | Any, text: str) -> T:
             )
         return cast(T, _adapter(target).validate_json(text))
     except (msgspec.MsgspecError, ValueError) as error:
-        first = str(error).replace("\n", " ")[:300]
+        first = _problem(error)[:300]
         raise GenerationError(f"the text is no {shown}: {first}", hint="generate it again", partial=text) from None
+
+
+def _finite(number: str) -> float:
+    value = float(number)
+    if math.isinf(value):
+        raise ValueError(f"{number[:40]} is too large for a number of 64 bits, which would be infinite")
+    return value
+
+
+def _problem(error: Exception) -> str:
+    """What is wrong and where, without the library's own names for it."""
+    if not hasattr(error, "errors"):
+        return str(error)
+    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    place = pointer_of(first["loc"])
+    return f"{first['msg']} at {place}" if place else str(first["msg"])
 
 
 def dump(tp: Any, value: Any) -> str:
@@ -178,15 +212,23 @@ class _Writer:
             return {"anyOf": [self.schema(arg, path) for arg in args]}
         if origin is Literal:
             return {"enum": [self.value(arg, path) for arg in args]}
-        if tp is tuple or origin is tuple:
+        if tp is tuple:
+            return {"type": "array", "items": {}}
+        if origin is tuple:
             return self.array(args, path)
         if (origin or tp) in _ARRAYS:
             return {"type": "array", "items": self.schema(args[0], f"{path}[0]") if args else {}}
         if (origin or tp) in _MAPS:
             return self.map(args, path)
         if isinstance(tp, type) and issubclass(tp, enum.Enum):
+            if not list(tp):
+                raise UnsupportedSchema(
+                    f"{path} is an Enum without members, so no value fits", hint="give it members", path=path
+                )
             return {"enum": [self.value(member, path) for member in tp]}
-        if isinstance(tp, type) or _is_typeddict(tp):
+        if isinstance(tp, TypeVar):
+            raise _unsupported(f"the type variable {tp.__name__}", path, "say which type it is, as in Page[int]")
+        if isinstance(tp, type) or _is_typeddict(tp) or isinstance(origin, type):
             return self.named(tp, path)
         raise _unsupported(tp, path, "use a class, or a type that JSON has")
 
@@ -194,14 +236,25 @@ class _Writer:
         if len(args) == 2 and args[1] is ...:
             return {"type": "array", "items": self.schema(args[0], f"{path}[0]")}
         if not args:
-            return {"type": "array", "items": {}}
+            return {"type": "array", "maxItems": 0}
         items = [self.schema(arg, f"{path}[{index}]") for index, arg in enumerate(args)]
         return {"type": "array", "prefixItems": items, "items": False, "minItems": len(items)}
 
     def map(self, args: tuple[Any, ...], path: str) -> Schema:
-        if args and args[0] is not str:
-            raise _unsupported(args[0], f"{path} key", "use str; the keys of JSON objects are strings")
-        return {"type": "object", "additionalProperties": self.schema(args[1], f"{path}[str]") if args else {}}
+        if not args or args[0] is str:
+            return {"type": "object", "additionalProperties": self.schema(args[1], f"{path}[str]") if args else {}}
+        if args[0] is int:
+            values = {_INTEGER_NAME: self.schema(args[1], f"{path}[int]")}
+            return {"type": "object", "patternProperties": values, "additionalProperties": False}
+        names = self.schema(args[0], f"{path} key").get("enum", [None])
+        if not all(isinstance(name, str) for name in names):
+            hint = "use str, int, or a Literal or Enum of strings; the keys of JSON objects are strings"
+            raise _unsupported(args[0], f"{path} key", hint)
+        return {
+            "type": "object",
+            "properties": {name: self.schema(args[1], f"{path}[{name!r}]") for name in names},
+            "additionalProperties": False,
+        }
 
     def value(self, value: Any, path: str) -> Any:
         plain = value.value if isinstance(value, enum.Enum) else value
@@ -215,7 +268,7 @@ class _Writer:
         """A reference to the class in `$defs`, where it is written once."""
         if tp in self.names:
             return {"$ref": f"#/$defs/{self.names[tp]}"}
-        name = self.free_name(tp.__name__)
+        name = self.free_name(_name(tp))
         if hasattr(tp, "model_json_schema"):
             self.names[tp] = name
             self.defs[name] = {}
@@ -223,11 +276,16 @@ class _Writer:
             return {"$ref": f"#/$defs/{name}"}
         fields = _fields(tp)
         if fields is None:
-            raise _unsupported(tp, path, "use str" if tp in (bytes, bytearray) else "make it a dataclass")
+            is_own = hasattr(tp, "__module__") and tp.__module__ not in sys.stdlib_module_names
+            raise _unsupported(tp, path, "make it a dataclass" if is_own else "use str")
         self.names[tp] = name
         self.defs[name] = {}
-        properties = {field: self.schema(hint, f"{tp.__name__}.{field}") for field, (hint, _) in fields.items()}
+        properties = {field: self.schema(hint, f"{_name(tp)}.{field}") for field, (hint, _) in fields.items()}
         required = [field for field, (_, is_required) in fields.items() if is_required]
+        if _is_namedtuple(tp):
+            items = list(properties.values())
+            self.defs[name] = {"type": "array", "prefixItems": items, "items": False, "minItems": len(required)}
+            return {"$ref": f"#/$defs/{name}"}
         self.defs[name] = {
             "type": "object",
             "properties": properties,
@@ -282,6 +340,9 @@ class _Writer:
         for attribute, word in words.items():
             value = getattr(item, attribute, None)
             if value is not None and not callable(value):
+                if attribute in _BOUNDS and kind == "string":
+                    hint = "use int or float, or check the value afterwards"
+                    raise _unsupported(f"bounded by {attribute} and written as a string", path, hint)
                 found[word] = getattr(value, "pattern", value)
         if isinstance(getattr(item, "description", None), str):
             found["description"] = item.description
@@ -303,9 +364,17 @@ def _flat(metadata: typing.Iterable[Any]) -> typing.Iterator[Any]:
 
 def _fields(tp: Any) -> dict[str, tuple[Any, bool]] | None:
     """Name in JSON -> (type, whether it must be there), in order; `None` for a class without fields."""
-    if not (_is_typeddict(tp) or dataclasses.is_dataclass(tp) or isinstance(tp, type(msgspec.Struct))):
+    if isinstance(get_origin(tp), type):
+        own = _fields(get_origin(tp)) or {}
+        given = dict(zip(getattr(get_origin(tp), "__parameters__", ()), get_args(tp), strict=False))
+        return {name: (_substituted(hint, given), needed) for name, (hint, needed) in own.items()} or None
+    if not (
+        _is_typeddict(tp) or _is_namedtuple(tp) or dataclasses.is_dataclass(tp) or isinstance(tp, type(msgspec.Struct))
+    ):
         return None
     hints = get_type_hints(tp, include_extras=True)
+    if _is_namedtuple(tp):
+        return {name: (hints.get(name, Any), name not in tp._field_defaults) for name in tp._fields}
     if _is_typeddict(tp):
         return {name: (hint, _is_required(hint, name in tp.__required_keys__)) for name, hint in hints.items()}
     if dataclasses.is_dataclass(tp):
@@ -319,8 +388,20 @@ def _fields(tp: Any) -> dict[str, tuple[Any, bool]] | None:
     if config.array_like:
         raise _unsupported(tp, tp.__name__, "use a Struct that is not array_like")
     tag = {config.tag_field: (Literal[config.tag], True)} if config.tag is not None else {}
-    own = {f.encode_name: (hints[f.name], f.required) for f in msgspec.structs.fields(tp)}
-    return {**tag, **own}
+    return {**tag, **{f.encode_name: (hints[f.name], f.required) for f in msgspec.structs.fields(tp)}}
+
+
+def _substituted(hint: Any, given: dict[Any, Any]) -> Any:
+    """A field's type with the type variables of its class replaced."""
+    if hint in given:
+        return given[hint]
+    inner = getattr(hint, "__parameters__", ()) if get_origin(hint) is not None else ()
+    return hint[tuple(given.get(variable, variable) for variable in inner)] if inner else hint
+
+
+def _is_namedtuple(tp: Any) -> bool:
+    tp = get_origin(tp) or tp
+    return isinstance(tp, type) and issubclass(tp, tuple) and hasattr(tp, "_field_defaults")
 
 
 def _is_typeddict(tp: Any) -> bool:
@@ -403,6 +484,8 @@ def _is_msgspec(tp: Any) -> bool:
             continue
         seen.add(at)
         todo += get_args(at)
+        if isinstance(get_origin(at), type):
+            todo.append(get_origin(at))
         if isinstance(at, type) or _is_typeddict(at):
             todo += [hint for hint, _ in (_fields(at) or {}).values()]
     return False
@@ -433,4 +516,5 @@ def _name(tp: Any) -> str:
 
 def _unsupported(tp: Any, path: str, hint: str) -> UnsupportedSchema:
     shown = tp if isinstance(tp, str) else _name(tp)
-    return UnsupportedSchema(f"{path} is {shown}, which has no JSON form", hint=hint, path=path)
+    subject = shown if path == shown else f"{path} is {shown}, which"
+    return UnsupportedSchema(f"{subject} has no JSON form", hint=hint, path=path)

@@ -18,6 +18,7 @@ from sgl.errors import ConstraintTooComplex, InvalidSchema, SchemaViolation, Uns
 from sgl.grammars.helper import Helpers
 from sgl.grammars.keywords import parse_schema
 from sgl.grammars.matcher import CompiledGrammar, Matcher
+from sgl.grammars.pointers import steps_of
 from sgl.limits import DEFAULT_LIMITS, Limits
 
 _LOOSER = {"oneOf": "anyOf"}
@@ -33,10 +34,12 @@ def loosened(schema_text: str, pointers: Iterable[str], limits: Limits = DEFAULT
     """
     schema: Any = parse_schema(schema_text, limits)
     for pointer in pointers:
-        *steps, word = [step.replace("~1", "/").replace("~0", "~") for step in pointer.split("/")[1:]]
+        *steps, word = steps_of(pointer)
         place = schema
         for step in steps:
             place = place[int(step) if isinstance(place, list) else step]
+        if word == "patternProperties":
+            place.pop("additionalProperties", None)  # which spoke of the names that no pattern matches
         looser = _LOOSER.get(word, "")
         if looser and looser not in place:
             # In its place: the order of properties is the order of generation.

@@ -9,12 +9,13 @@ the document are not followed: nothing is fetched.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from decimal import Decimal
 from functools import lru_cache
 from typing import Any
 
 from sgl.grammars.helper import serve
+from sgl.grammars.pointers import pointer_of
 
 _BACKTRACK_LIMIT = 1_000_000
 """Steps of one pattern on one string."""
@@ -45,13 +46,13 @@ def make(first: dict[str, Any]) -> Callable[[dict[str, Any]], dict[str, Any]]:
         try:
             checks = validator(request["schema"])
         except jsonschema_rs.ValidationError as error:
-            return {"fault": error.message[:300], "pointer": _pointer(error.instance_path)}
+            return {"fault": error.message[:300], "pointer": pointer_of(error.instance_path)}
         if "value" not in request:
             return {}
         try:
             checks.validate(json.loads(request["value"], parse_float=Decimal))
         except jsonschema_rs.ValidationError as error:
-            pointers = {"pointer": _pointer(error.instance_path), "schema_pointer": _pointer(error.schema_path)}
+            pointers = {"pointer": pointer_of(error.instance_path), "schema_pointer": pointer_of(error.schema_path)}
             return {"broken": error.message[:300], **pointers}
         return {}
 
@@ -60,10 +61,6 @@ def make(first: dict[str, Any]) -> Callable[[dict[str, Any]], dict[str, Any]]:
 
 def _fetch_nothing(uri: str) -> Any:
     raise ValueError(f"{uri} is outside this document")
-
-
-def _pointer(path: Iterable[str | int]) -> str:
-    return "".join(f"/{str(step).replace('~', '~0').replace('/', '~1')}" for step in path)
 
 
 if __name__ == "__main__":

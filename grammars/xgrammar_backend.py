@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -49,6 +50,9 @@ _WHITESPACE: dict[str, dict[str, Any]] = {
     "compact": {"any_whitespace": False, "separators": [",", ":"]},
     "bounded": {"any_whitespace": True, "max_whitespace_cnt": 1},
 }
+
+
+_OTHER = "use grammar_backend='llguidance', which takes far less for most constraints"
 
 
 def is_installed() -> bool:
@@ -102,7 +106,7 @@ class Backend:
             raise ConstraintTooComplex(
                 f"{NAME} did not compile the constraint within {self.limits.max_compile_s:g} s and "
                 f"{self.limits.max_compile_bytes} bytes",
-                hint="lower its repeat counts and lengths",
+                hint=_OTHER,
             )
         if "error" in answer:
             raise _fault(constraint, answer["error"])
@@ -159,9 +163,12 @@ def _fault(constraint: Constraint, message: str) -> SglError:
     lines = [line for line in message.strip().splitlines() if line]
     shown = re.sub(r"^\[[^\]]*\] \S+: ", "", lines[0] if lines else "unknown")[:300]
     if "memory" in shown.lower() or "bad_alloc" in shown:
-        return ConstraintTooComplex(f"{NAME} had not enough memory to compile the constraint", hint="make it smaller")
+        return ConstraintTooComplex(f"{NAME} had not enough memory to compile the constraint", hint=_OTHER)
     kind = {Regex: InvalidRegex, JsonSchema: InvalidSchema}.get(type(constraint), InvalidGrammar)
-    return kind(f"{NAME} cannot compile the constraint: {shown}", hint="simplify it, or use llguidance", pointer="")
+    if "invalid range" in shown.lower():
+        message = "nothing satisfies the JSON schema: bounds of a number contradict each other"
+        return kind(message, hint="loosen them", pointer="")
+    return kind(f"{NAME} cannot compile the constraint: {shown}", hint=f"simplify it, or {_OTHER}", pointer="")
 
 
 # --- constraints in the library's own form ----------------------------------------------------------------------------
@@ -248,7 +255,7 @@ def ebnf_text(rules: ebnf.Rules) -> str:
 
     Example:
         >>> print(ebnf_text(ebnf.parse('root ::= "a"{2} [^b]')))
-        root ::= ("\u0061"{2,2} [\u0000-\u0061\u0063-\U0010ffff])
+        root ::= ("\u0061"{2,2} [\u0000-\u0061\u0063-\ud7ff\ue000-\U0010ffff])
     """
     return "\n".join(f"{name} ::= {_ebnf_node(node)}" for name, node in rules.items())
 
@@ -271,6 +278,15 @@ def _ebnf_node(node: ebnf.Node) -> str:
         )
     between = " " if isinstance(node, ebnf.Sequence) else " | "
     return f"({between.join(_ebnf_node(item) for item in node.items)})"
+
+
+_WHOLE: dict[str, Callable[[float], int]] = {
+    "minimum": math.ceil,
+    "exclusiveMinimum": math.floor,
+    "maximum": math.floor,
+    "exclusiveMaximum": math.ceil,
+}
+"""Bounds of integers as whole numbers, which is all that the library takes."""
 
 
 def rewritten(schema: Schema, limits: Limits) -> Schema:
@@ -297,11 +313,20 @@ def rewritten(schema: Schema, limits: Limits) -> Schema:
             word, value = "pattern", _whole(f"{_CHARACTER}{{{least},{'' if most is None else int(most)}}}")
         elif row.kind is Kind.SCHEMA:
             value = rewritten(value, limits)
+        elif word in _WHOLE and schema.get("type") == "integer":
+            value = _WHOLE[word](value)
+        elif row.kind is Kind.COUNT:
+            value = int(value)  # 2.0 is an integer to JSON schema, and none to the library
         elif row.kind is Kind.SCHEMAS:
             value = [rewritten(child, limits) for child in value]
         elif row.kind is Kind.SCHEMA_MAP:
             value = {name: rewritten(child, limits) for name, child in value.items()}
         result[word] = value
+    # A required name is written only where it stands among the properties.
+    rest = result.get("additionalProperties", {})
+    missing = [name for name in result.get("required", ()) if name not in result.get("properties", {})]
+    if missing:
+        result["properties"] = {**result.get("properties", {}), **dict.fromkeys(missing, rest)}
     return result
 
 

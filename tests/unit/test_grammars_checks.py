@@ -23,7 +23,7 @@ from sgl.errors import (
     UnsupportedSchema,
 )
 from sgl.grammars.compiler import BACKENDS, GrammarCompiler, check
-from sgl.grammars.keywords import FORMATS, TABLES, Kind, Support, check_schema, subschemas
+from sgl.grammars.keywords import FORMATS, TABLES, Kind, Support, check_schema, subschemas, unenforced
 from sgl.grammars.llguidance_backend import rewritten
 from sgl.grammars.matcher import StopReason
 from sgl.grammars.spec import Choices, Constraint, JsonSchema, Lark, Regex, canonical_schema
@@ -58,18 +58,21 @@ COMPILER = new_compiler()
         ({"properties": {"a": {"$id": "b"}}}, UnsupportedSchema, "/properties/a/$id"),
         ({"minProperties": 2}, UnsupportedSchema, "/minProperties"),
         ({"type": "string", "pattern": "a(?=b)"}, UnsupportedSchema, "/pattern"),
+        ({"type": "string", "pattern": "\\p{Script=Greek}"}, UnsupportedSchema, "/pattern"),
+        ({"type": "string", "pattern": "(?<n>a)\\k<n>"}, UnsupportedSchema, "/pattern"),
         ({"patternProperties": {"(a": {}}}, InvalidSchema, "/patternProperties/(a"),
         ({"type": "string", "pattern": "["}, InvalidSchema, "/pattern"),
         ({"type": "strin"}, InvalidSchema, "/type"),
         ({"type": []}, InvalidSchema, "/type"),
         ({"minimum": "3"}, InvalidSchema, "/minimum"),
         ({"exclusiveMinimum": True}, InvalidSchema, "/exclusiveMinimum"),
-        ({"maximum": 2**60}, InvalidSchema, "/maximum"),
+        ({"maximum": 2**60}, UnsupportedSchema, "/maximum"),
+        ({"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1}, UnsupportedSchema, "/minimum"),
         ({"minLength": -1}, InvalidSchema, "/minLength"),
-        ({"maxItems": 10**400}, InvalidSchema, "/maxItems"),
-        ({"const": 10**400}, InvalidSchema, "/const"),
-        ({"const": 2**53 + 1}, InvalidSchema, "/const"),  # both backends would write another number
-        ({"properties": {"a": {"enum": [True, {"b": [1, 1e300]}]}}}, InvalidSchema, "/properties/a/enum/1/b/1"),
+        ({"maxItems": 10**400}, UnsupportedSchema, "/maxItems"),
+        ({"const": 10**400}, UnsupportedSchema, "/const"),
+        ({"const": 2**53 + 1}, UnsupportedSchema, "/const"),  # both backends would write another number
+        ({"properties": {"a": {"enum": [True, {"b": [1, 1e300]}]}}}, UnsupportedSchema, "/properties/a/enum/1/b/1"),
         ({"multipleOf": 0}, InvalidSchema, "/multipleOf"),
         ({"enum": []}, InvalidSchema, "/enum"),
         ({"anyOf": []}, InvalidSchema, "/anyOf"),
@@ -105,11 +108,34 @@ def test_refused_schemas(schema: Any, kind: type[SglError], pointer: str) -> Non
         {"$defs": {"a": {"items": {"$ref": "#/$defs/a"}}}, "$ref": "#/$defs/a"},
         {"properties": {"a": {"type": "null"}, "b": {"$ref": "#/properties/a"}}},
         {"minProperties": 3, "required": ["a", "b"]},
+        {"type": "array", "minItems": 2.0, "maxItems": 3.0},
+        {"type": "string", "pattern": "^\\p{L}[^\\P{Nd}]\\cA\\u{1F600}$"},
     ],
 )
 def test_accepted_schemas(schema: Any) -> None:
     check_schema(canonical_schema(schema))
     assert COMPILER.compile(JsonSchema(canonical_schema(schema))).matcher() is not None
+
+
+def test_large_numbers_are_checked_when_asked() -> None:
+    """What is exact up to 2**53 only is left out of what is compiled; data within an enum is not taken apart."""
+    schemas = [{"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1}, {"enum": [1, {"id": 2**60}]}]
+    assert unenforced(canonical_schema(schemas[0])) == ["/minimum", "/maximum"]
+    assert unenforced(canonical_schema(schemas[1])) == ["/enum"]
+    for schema in schemas:
+        check(JsonSchema(canonical_schema(schema), unsupported="check"))
+        with pytest.raises(UnsupportedSchema, match="unsupported='check'"):
+            check(JsonSchema(canonical_schema(schema)))
+
+
+def test_messages_name_nothing_of_the_library() -> None:
+    either = {"oneOf": [{"type": "integer"}, {"type": "number"}]}
+    with pytest.raises(UnsupportedSchema, match=r"use anyOf.*unsupported='check'") as caught:
+        COMPILER.compile(JsonSchema(canonical_schema(either)))
+    assert "coerce" not in str(caught.value)
+    with pytest.raises(InvalidSchema, match="no text matches all its patterns") as empty:
+        COMPILER.compile(JsonSchema(canonical_schema({"type": "string", "format": "date", "minLength": 50})))
+    assert "And" not in str(empty.value)
 
 
 def test_a_misspelt_keyword_names_its_neighbour() -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import decimal
 import enum
 import json
+import pathlib
 import random
 import typing
 import uuid
@@ -32,9 +34,29 @@ WORLD = world()
 COMPILER = GrammarCompiler(WORLD.tokenizer_json, WORLD.vocab_size, WORLD.eos_ids)
 
 
+Each = typing.TypeVar("Each")
+
+
 class Color(enum.Enum):
     RED = "red"
     BLUE = "blue"
+
+
+class Place(typing.NamedTuple):
+    row: int
+    name: str = ""
+
+
+@dataclasses.dataclass
+class TypedPlace:
+    row: int
+
+
+@dataclasses.dataclass
+class Page(typing.Generic[Each]):
+    first: Each
+    others: list[Each]
+    after: Each | None = None
 
 
 class Level(enum.IntEnum):
@@ -131,6 +153,15 @@ LEAVES: list[tuple[Any, st.SearchStrategy[Any]]] = [
     (Annotated[int, pydantic.Field(gt=2, le=9)], st.integers(3, 9)),
     (uuid.UUID, st.uuids()),
     (datetime.date, st.dates(min_value=datetime.date(1000, 1, 1))),
+    (datetime.timedelta, st.timedeltas(datetime.timedelta(days=-9999), datetime.timedelta(days=9999))),
+    (decimal.Decimal, st.decimals(-(10**12), 10**12, places=3)),
+    (pathlib.Path, st.text("ab/", min_size=1).map(pathlib.Path)),
+    (Place, st.builds(Place, st.integers(-9, 9), st.sampled_from(["", "x"]))),
+    (Page[int], st.builds(Page, INTS, st.lists(INTS, max_size=2), st.none())),
+    (tuple[()], st.just(())),
+    (dict[Literal["a", "b"], int], st.dictionaries(st.sampled_from(["a", "b"]), INTS)),
+    (dict[Color, bool], st.dictionaries(st.sampled_from(Color), st.booleans())),
+    (dict[int, bool], st.dictionaries(INTS, st.booleans(), max_size=3)),
 ]
 
 
@@ -275,7 +306,10 @@ def variadic(*args: int) -> None:
     [
         (bytes, "bytes"),
         (Photo, "Photo.pixels[0]"),
-        (dict[int, str], "dict key"),
+        (dict[float, str], "dict key"),
+        (Page, "Page.first"),
+        (enum.Enum("Nobody", []), "Nobody"),
+        (Annotated[decimal.Decimal, Ge(0)], "Annotated"),
         (dict[str, complex], "dict[str]"),
         (list[typing.Callable[[], int]], "list[0]"),
         (tuple[int, complex], "tuple[1]"),
@@ -295,3 +329,21 @@ def test_wrong_text_is_a_typed_error(text: str) -> None:
     with pytest.raises(GenerationError, match="the text is no Point") as caught:
         parse(Point, text)
     assert caught.value.details["partial"] == text
+
+
+def test_infinite_numbers_are_no_values() -> None:
+    """Text can hold numbers that a float cannot: none is drawn, and one from elsewhere is told apart."""
+    for text in ("1e999", "[-1E+400]", "1" + "0" * 400 + ".5"):
+        with pytest.raises(GenerationError, match="infinite"):
+            parse(Any, text)
+    assert parse(float, "1e-999") == 0
+    grammar = COMPILER.compile(JsonSchema(canonical_schema({"type": "number"})))
+    with_exponent = [WORLD.text(walk(grammar, random.Random(seed)) or []) for seed in range(60)]
+    assert any("e" in text.lower() for text in with_exponent)
+    assert all(abs(float(text)) < 1e200 for text in with_exponent)
+
+
+def test_what_is_wrong_is_told_without_addresses() -> None:
+    with pytest.raises(GenerationError, match="at /0/row") as caught:
+        parse(list[TypedPlace], '[{"row": "x"}]')
+    assert "http" not in str(caught.value)

@@ -14,7 +14,14 @@ import pytest
 from support import matcher_conformance as conformance
 from support.grammar_walks import walk
 
-from sgl.errors import ConfigError, ConstraintTooComplex, InvalidConstraint, InvalidParameter, UnsupportedSchema
+from sgl.errors import (
+    ConfigError,
+    ConstraintTooComplex,
+    InvalidConstraint,
+    InvalidParameter,
+    InvalidSchema,
+    UnsupportedSchema,
+)
 from sgl.grammars import xgrammar_backend
 from sgl.grammars.compiler import GrammarCompiler, check
 from sgl.grammars.spec import Choices, Constraint, Ebnf, JsonSchema, Lark, Regex, canonical_schema, structural_tag
@@ -65,6 +72,18 @@ SCHEMAS: dict[str, Any] = {
         "required": ["b"],
         "additionalProperties": False,
     },
+    "pattern, optional repeat": {"type": "string", "pattern": "^a(\\.[0-9]+)?Z$"},
+    "pattern past ASCII": {"type": "string", "pattern": "^😀[😀-🙏é]{2}.$"},
+    "time": {"type": "string", "format": "time"},
+    "required, not declared": {
+        "type": "object",
+        "properties": {"a": {"const": 1}},
+        "required": ["a", "zz"],
+        "additionalProperties": {"type": "boolean"},
+    },
+    "small numbers": {"type": "number", "minimum": 1.5e-6, "exclusiveMaximum": 3e-6},
+    "integer, broken bounds": {"type": "integer", "exclusiveMinimum": 1.5, "maximum": 3.5},
+    "counts with a fraction": {"type": "array", "items": {"type": "null"}, "minItems": 2.0, "maxItems": 2.0},
     "map": {"type": "object", "additionalProperties": {"type": "integer", "minimum": 0, "maximum": 9}},
     "recursive": {
         "$defs": {
@@ -127,7 +146,9 @@ def test_conformance(compiler: GrammarCompiler) -> None:
             text = WORLD.text(walk(compiler.compile(Regex(pattern)), random.Random(seed)) or [])
             assert re.fullmatch(pattern, text), (pattern, text)
 
-    # One compiler serves both, and remembers them apart.
+    # One compiler serves both, with one vocabulary, and remembers them apart.
+    vocabularies = {compiler._backend(name).vocabulary for name in ("llguidance", "xgrammar")}
+    assert len(vocabularies) == 1
     assert compiler.compile(Regex("ab"), "llguidance") is not compiler.compile(Regex("ab"))
 
 
@@ -136,7 +157,7 @@ def test_compilation_is_bounded() -> None:
     limits = Limits(max_compile_s=1e-6)
     compiler = GrammarCompiler(WORLD.tokenizer_json, WORLD.vocab_size, WORLD.eos_ids, backend="xgrammar", limits=limits)
     try:
-        with pytest.raises(ConstraintTooComplex, match="did not compile the constraint within"):
+        with pytest.raises(ConstraintTooComplex, match="use grammar_backend='llguidance'"):
             compiler.compile(Regex("((a?){60}(b|c){60}){400}"))
         with pytest.raises(InvalidParameter, match="unknown"):
             compiler.compile(Regex("a"), "outlines")
@@ -160,12 +181,24 @@ def test_compilation_is_bounded() -> None:
         ({"type": ["string", "null"], "maxLength": 3}, "/maxLength"),
         ({"type": "string", "pattern": "a", "maxLength": 3}, "/maxLength"),
         ({"type": "string", "format": "uri"}, "/format"),
+        ({"type": "number", "minimum": 1e-12, "maximum": 2e-12}, "/maximum"),
+        ({"type": "number", "exclusiveMinimum": 0.1, "exclusiveMaximum": 0.1000000001}, "/exclusiveMaximum"),
     ],
 )
 def test_what_it_would_ignore_is_refused(schema: dict[str, Any], pointer: str) -> None:
     with pytest.raises(UnsupportedSchema) as caught:
         check(JsonSchema(canonical_schema(schema)), "xgrammar")
     assert caught.value.details["pointer"] == pointer
+
+
+def test_a_closed_object_without_what_it_requires() -> None:
+    schema = {"type": "object", "required": ["zz"], "additionalProperties": False}
+    with pytest.raises(InvalidSchema, match="'zz' is required") as caught:
+        check(JsonSchema(canonical_schema(schema)), "xgrammar")
+    assert caught.value.details["pointer"] == "/required"
+    # A check afterwards leaves the patterns out, and with them what holds for names that none of them matches.
+    patterns = {**schema, "patternProperties": {"^z": {"type": "null"}}}
+    check(JsonSchema(canonical_schema(patterns), unsupported="check"), "xgrammar")
 
 
 def test_it_is_optional(monkeypatch: pytest.MonkeyPatch) -> None:
