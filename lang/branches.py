@@ -235,10 +235,10 @@ class BranchState:
         """Whether the text that the program wrote last has opened the reasoning; `None` where it says nothing of it."""
         if reasoning is None:
             return None
-        from sgl.grammars.formats import is_open, reasoning_format
+        from sgl.grammars.formats import opened_by
 
         written = list(itertools.takewhile(lambda part: isinstance(part, str), reversed(self.history())))
-        return is_open(reasoning_format(reasoning), "".join(map(str, reversed(written)))) or None
+        return opened_by(reasoning, "".join(map(str, reversed(written))))
 
     def _append_select(self, expr: SelectExpr, location: SourceLocation | None) -> None:
         name = self._name(expr)

@@ -95,6 +95,13 @@ class Capture:
     def message(self) -> Message:
         """What was generated, taken apart into reasoning and answer."""
         if self._message is None:
+            if self.starts_inside is None and self.reasoning is not None:
+                from sgl.grammars.formats import began_inside, reasoning_format
+
+                usage = self.done.usage  # of whoever has seen the prompt that the model's template made
+                self.starts_inside = began_inside(
+                    reasoning_format(self.reasoning), self.done.value, usage.reasoning_tokens, usage.completion_tokens
+                )
             self._message = self.parser().parse(self.done.value)
         return self._message
 

@@ -233,7 +233,7 @@ def _capture(graph: Graph, at: int, node: Gen | Select) -> Capture:
 
 def _starts_inside(graph: Graph, at: int, reasoning: str) -> bool | None:
     """Whether the text right before a generation has opened its reasoning; `None` where it says nothing of it."""
-    from sgl.grammars.formats import is_open, reasoning_format
+    from sgl.grammars.formats import opened_by
 
     lineage = parents(graph)
     branch = graph.nodes[at].branch
@@ -243,4 +243,4 @@ def _starts_inside(graph: Graph, at: int, reasoning: str) -> bool | None:
             break
         branch, at = lineage[branch]
     last = before.segments[-1] if isinstance(before, Text) and before.segments else None
-    return (is_open(reasoning_format(reasoning), last.text) or None) if isinstance(last, LiteralText) else None
+    return opened_by(reasoning, last.text) if isinstance(last, LiteralText) else None

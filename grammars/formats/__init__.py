@@ -34,7 +34,7 @@ from sgl.grammars.formats.events import (
     message_of,
 )
 from sgl.grammars.formats.format import ToolFormat, ToolPrompt, supports_tools
-from sgl.grammars.formats.parser import StreamParser, is_open, stream_parser
+from sgl.grammars.formats.parser import StreamParser, began_inside, is_open, stream_parser
 from sgl.grammars.formats.shapes import ReasoningFormat
 from sgl.grammars.formats.tools import Tool, ToolChoice, choice_of, tools_of
 
@@ -55,6 +55,7 @@ __all__ = [
     "ToolChoice",
     "ToolFormat",
     "ToolPrompt",
+    "began_inside",
     "choice_of",
     "detect_reasoning_format",
     "detect_tool_format",
@@ -62,6 +63,7 @@ __all__ = [
     "merged",
     "message_of",
     "message_parser",
+    "opened_by",
     "reasoning_format",
     "supports_tools",
     "tool_format",
@@ -95,6 +97,18 @@ def reasoning_format(name: str) -> ReasoningFormat:
         ('</think>',)
     """
     return _named(name, REASONING_FORMATS, "reasoning_parser")
+
+
+def opened_by(name: str, text: str) -> bool | None:
+    """Whether the text that a program wrote right before a generation has opened reasoning of a format.
+
+    `None` where it has not, which leaves the question to the format and to what the model's template writes.
+
+    Example:
+        >>> opened_by("qwen3", "2 + 2? <think>"), opened_by("qwen3", "2 + 2?")
+        (True, None)
+    """
+    return is_open(reasoning_format(name), text) or None
 
 
 def detect_tool_format(template: str) -> ToolFormat:

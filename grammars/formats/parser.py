@@ -286,6 +286,27 @@ def is_open(reasoning: ReasoningFormat, prompt: str) -> bool:
     return reasoning.starts_inside and not any(tail.endswith(end) for end in reasoning.end)
 
 
+def began_inside(reasoning: ReasoningFormat, text: str, num_thoughts: int, num_tokens: int) -> bool | None:
+    """Whether a finished text began within reasoning that something before it had opened; `None` where it says nothing.
+
+    For whoever has not seen the prompt, into which a chat template may have written the opening marker.
+
+    Args:
+        num_thoughts, num_tokens: of the text, as the model's side counted them: tokens of reasoning, and all.
+
+    Example:
+        >>> from sgl.grammars.formats import reasoning_format
+        >>> qwen3 = reasoning_format("qwen3")
+        >>> began_inside(qwen3, "Hm.</think>A.", 2, 5), began_inside(qwen3, "<think>Hm.</think>A.", 2, 6)
+        (True, None)
+    """
+    found = Markers([*reasoning.begin, *reasoning.end]).search(text, 0, len(text))
+    if found is None:
+        return (0 < num_thoughts == num_tokens) or None
+    is_end = found.group() in reasoning.end and (num_thoughts > 0 or not text[: found.start()].strip())
+    return is_end or None
+
+
 _PROMPT_TAIL = 256
 
 

@@ -21,6 +21,7 @@ from sgl.grammars.formats import (
     Message,
     Tool,
     ToolFormat,
+    began_inside,
     choice_of,
     detect_reasoning_format,
     detect_tool_format,
@@ -30,6 +31,8 @@ from sgl.grammars.formats import (
     tools_of,
 )
 from sgl.grammars.formats.shapes import TagCalls
+from sgl.lang.capture import Capture
+from sgl.lang.graph import Usage, ValueEvent
 from sgl.runtime.text.template import ChatTemplate
 
 WORLD = world()
@@ -418,6 +421,32 @@ def test_ids_are_the_models_own_where_it_writes_them() -> None:
 def test_reasoning_is_taken_apart(name: str, prompt: str, text: str, expected: tuple[str, str]) -> None:
     message = message_parser(reasoning=reasoning_format(name), prompt=prompt).parse(text)
     assert (message.content, message.reasoning) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "num_thoughts", "num_tokens", "expected"),
+    [
+        ("Hm.</think>A.", 2, 5, True),  # a template wrote the marker that begins it
+        ("</think>A.", 0, 3, True),
+        ("Hm.", 2, 2, True),  # cut
+        ("<think>Hm.</think>A.", 2, 6, None),
+        ("The marker is </think>.", 0, 6, None),
+        ("A.", 2, 4, None),  # an endpoint keeps the reasoning to itself
+        ("A.", 0, 2, None),
+        ("", 0, 0, None),
+    ],
+)
+def test_a_finished_text_tells_whether_its_prompt_opened_reasoning(
+    text: str, num_thoughts: int, num_tokens: int, expected: bool | None
+) -> None:
+    assert began_inside(reasoning_format("qwen3"), text, num_thoughts, num_tokens) is expected
+
+
+def test_a_capture_knows_reasoning_that_the_template_opened() -> None:
+    capture = Capture("x", 0, None, reasoning="glm45")
+    usage = Usage(completion_tokens=5, reasoning_tokens=2)
+    capture.event = ValueEvent(node=0, branch=0, name="x", value="Hm.</think>A.", usage=usage)
+    assert (capture.message.reasoning, capture.text) == ("Hm.", "A.")
 
 
 def test_a_call_in_the_reasoning_is_none_unless_the_format_says_so() -> None:
