@@ -68,14 +68,15 @@ class ToolFormat(msgspec.Struct, frozen=True):
     ) -> StructuralTag | None:
         """What the model may write; `None` is anything.
 
-        With `auto` the text is free until a call begins, whose name and JSON then are valid; with `strict` (or tools
-        that ask for it) its arguments obey the tool's schema, as they always do when a call is required. With `none`
-        no call can begin. Formats whose calls begin without a marker cannot be held to `auto` and `none`.
+        With `auto` the text is free until a call begins, whose name and JSON then are valid; with `strict`, or for the
+        tools that ask for it, its arguments obey the tool's schema, as they always do when a call is required. With
+        `none` no call can begin. Formats whose calls begin without a marker cannot be held to `auto` and `none`.
 
         Args:
             tools: as `tools_of` takes them.
             choice: `auto`, `none`, `required`, or one tool by name, as OpenAI's API has it.
             parallel: allow several calls.
+            strict: of all tools; `None` leaves it to each.
 
         Raises:
             InvalidParameter: tools or choice cannot be read.
@@ -88,7 +89,6 @@ class ToolFormat(msgspec.Struct, frozen=True):
         if wanted.name is not None:
             known, parallel = tuple(tool for tool in known if tool.name == wanted.name), False
         parallel = parallel and self.parallel
-        strict = any(tool.strict for tool in known) if strict is None else strict
         if wanted.mode == "required":
             return self._tag(calls_format(block, known, parallel=parallel, strict=True))
         if not block.begin:

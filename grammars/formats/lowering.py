@@ -19,8 +19,9 @@ from sgl.errors import UnsupportedSchema
 from sgl.grammars.formats.calls import mark, reads_key
 from sgl.grammars.formats.shapes import Block, Body, JsonCalls, NamedCalls, PythonCalls, TagCalls
 from sgl.grammars.formats.tools import Tool
-from sgl.grammars.formats.values import allowed_types, as_json, escaped_pointer, resolved
+from sgl.grammars.formats.values import allowed_types, as_json, resolved
 from sgl.grammars.formats.writer import brackets
+from sgl.grammars.pointers import escaped
 
 Format = dict[str, Any]
 _TEXT = frozenset(["string"])
@@ -49,9 +50,9 @@ _OBJECT_WORDS = frozenset(
 _ANNOTATIONS = frozenset(["type", "title", "description", "default", "examples", "deprecated"])
 
 
-def calls_format(block: Block, tools: Sequence[Tool], *, parallel: bool, strict: bool) -> Format:
-    """Calls of the tools and nothing else: one, or with `parallel` one or more."""
-    tags = [_call(block.body, tool, strict=strict) for tool in tools]
+def calls_format(block: Block, tools: Sequence[Tool], *, parallel: bool, strict: bool | None) -> Format:
+    """Calls of the tools and nothing else: one, or with `parallel` one or more. `strict`: `None` asks each tool."""
+    tags = [_call(block.body, tool, strict=tool.strict if strict is None else strict) for tool in tools]
     opening, closing = block.begin + brackets(block)[0], brackets(block)[1] + ("" if block.end_is_eos else block.end)
     if block.encloses_all:
         return _tag(opening, _several(tags, block.separator, parallel=parallel), closing)
@@ -59,7 +60,7 @@ def calls_format(block: Block, tools: Sequence[Tool], *, parallel: bool, strict:
     return _several(around, block.separator, parallel=parallel)
 
 
-def triggered_format(block: Block, tools: Sequence[Tool], *, parallel: bool, strict: bool) -> Format:
+def triggered_format(block: Block, tools: Sequence[Tool], *, parallel: bool, strict: bool | None) -> Format:
     """Free text in which the block's beginning begins calls of the tools."""
     calls = calls_format(block, tools, parallel=parallel, strict=strict)
     tags = [calls] if block.encloses_all else calls["tags"]
@@ -122,7 +123,7 @@ def _check_arguments(body: Body, tool: Tool, *, strict: bool) -> None:
             raise UnsupportedSchema(
                 f"argument {key[:80]!r} of tool {tool.name!r} has a name that this format cannot write",
                 hint="rename it to letters, digits and '_', or use a format whose arguments are JSON",
-                pointer=f"/parameters/properties/{escaped_pointer(key)}",
+                pointer=f"/parameters/properties/{escaped(key)}",
             )
     for key in tool.parameters.get("required", ()):
         if key not in tool.properties:
@@ -137,7 +138,7 @@ def _check_arguments(body: Body, tool: Tool, *, strict: bool) -> None:
             f"{word!r} of the parameters of tool {tool.name!r} cannot be enforced by a format that writes each "
             "argument by itself",
             hint="use 'properties' and 'required', or a format whose arguments are JSON",
-            pointer=f"/parameters/{escaped_pointer(word)}",
+            pointer=f"/parameters/{escaped(word)}",
         )
 
 
@@ -188,7 +189,7 @@ def _text(body: TagCalls, tool: Tool, key: str, *, strict: bool) -> Format:
             f"the value {unreadable[:80]!r} of argument {key!r} of tool {tool.name!r} would be read as something else, "
             "since this format writes it without quotes",
             hint="leave it out, or use a format whose arguments are JSON",
-            pointer=f"/parameters/properties/{escaped_pointer(key)}",
+            pointer=f"/parameters/properties/{escaped(key)}",
         )
     bounds = _bounds(schema)
     if not bounds or not strict:
@@ -203,7 +204,7 @@ def _text(body: TagCalls, tool: Tool, key: str, *, strict: bool) -> Format:
     raise UnsupportedSchema(
         f"{word!r} of argument {key!r} of tool {tool.name!r} cannot be enforced where arguments are bare text",
         hint="use 'enum', 'pattern', or 'minLength' and 'maxLength', on a string alone, or check it in the tool",
-        pointer=f"/parameters/properties/{escaped_pointer(key)}",
+        pointer=f"/parameters/properties/{escaped(key)}",
     )
 
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 from typing import Any, NoReturn
 
+from sgl.grammars.pointers import unescaped
+
 _TYPES = ("string", "number", "boolean", "null", "array", "object")
 _PYTHON = {"True": True, "False": False, "None": None}
 _MAX_REFS = 16
@@ -47,18 +49,8 @@ def resolved(ref: str, root: dict[str, Any]) -> Any:
     """What a reference within the document names; `None` when there is nothing."""
     found: Any = root
     for part in ref.removeprefix("#").split("/")[1:]:
-        found = found.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(found, dict) else None
+        found = found.get(unescaped(part)) if isinstance(found, dict) else None
     return found if ref.startswith("#") else None
-
-
-def escaped_pointer(step: str) -> str:
-    """One step of a JSON pointer.
-
-    Example:
-        >>> escaped_pointer("a/b")
-        'a~1b'
-    """
-    return step.replace("~", "~0").replace("/", "~1")
 
 
 def type_of(value: Any) -> str:

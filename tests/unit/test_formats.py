@@ -201,6 +201,15 @@ def accepts(grammar: Any, text: str) -> bool:
     return bool(matcher.is_complete())
 
 
+def test_each_tool_says_whether_its_arguments_must_obey() -> None:
+    tools = [Tool("held", "", PARAMETERS, strict=True), Tool("free", "", PARAMETERS)]
+    grammar = COMPILER.compile(tool_format("hermes").constraint(tools, "auto"))
+    call = tool_format("hermes").render([("free", {"city": 1})])
+    assert accepts(grammar, call)
+    assert not accepts(grammar, call.replace("free", "held"))
+    assert accepts(grammar, tool_format("hermes").render([("held", {"city": "Rome", "unit": "c"})]))
+
+
 def test_a_named_call_is_that_one() -> None:
     grammar = compiled(tool_format("hermes"), {"type": "function", "function": {"name": "now"}})
     assert accepts(grammar, tool_format("hermes").render([CALLS[1]]))
@@ -257,6 +266,41 @@ def test_a_value_may_hold_the_markers_of_its_format(name: str) -> None:
             (call,) = fmt.parse(each, [tool]).calls
             assert call.complete
             assert set(json.loads(call.arguments)["x"]) <= {marker, "a"}
+
+
+AWKWARD: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "said": {"type": "string"},
+        "short": {"type": "string", "minLength": 1, "maxLength": 4},
+        "either": {"anyOf": [{"type": "integer"}, {"type": "string"}, {"type": "null"}]},
+        "list": {"type": "array", "items": {"type": ["string", "boolean", "null"]}, "maxItems": 3},
+        "map": {"type": "object", "properties": {"a b": {"type": "string"}}, "required": ["a b"]},
+        "one": {"enum": ['R"o<m>e\n', "'", "\\", "=)"]},
+        "any": {},
+    },
+    "required": ["short", "list", "one"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_what_a_constraint_allows_is_read_whatever_it_says(name: str) -> None:
+    fmt = BY_NAME[name]
+    tools = [Tool("do.it-1", "", AWKWARD), Tool("now")]
+    for choice, strict, parallel in (("required", None, True), ("required", None, False), ("auto", True, True)):
+        tag = fmt.constraint(tools, choice, strict=strict, parallel=parallel)
+        if tag is None:
+            continue
+        grammar = COMPILER.compile(tag)
+        path = next(path for seed in range(9) if (path := walk(grammar, random.Random(seed))) is not None)
+        message = fmt.parse(WORLD.text(path), tools)
+        assert message.calls or choice == "auto"
+        assert parallel or len(message.calls) == 1
+        assert message.content == "" or choice == "auto"
+        for call in message.calls:
+            assert call.complete
+            assert call.name == "now" or jsonschema_rs.is_valid(AWKWARD, json.loads(call.arguments)), call
 
 
 @pytest.mark.parametrize("name", BARE)
