@@ -11,7 +11,7 @@ from support.matcher_conformance import State, state, world
 
 from sgl.errors import InvalidParameter
 from sgl.grammars.compiler import GrammarCompiler
-from sgl.grammars.formats import reasoning_format
+from sgl.grammars.formats import REASONING_FORMATS, ReasoningFormat, message_parser, reasoning_format
 from sgl.grammars.matcher import CompiledGrammar, StopReason, allocate_bitmask, bitmask_to_bool
 from sgl.grammars.reasoning import Reasoning, ReasoningMatcher
 from sgl.grammars.spec import Choices, Regex
@@ -60,6 +60,15 @@ def test_the_constraint_begins_behind_the_reasoning(text: str, is_open: bool, co
     assert (following.stop_reason() is StopReason.COMPLETE) == complete
 
 
+@pytest.mark.parametrize("inner", [COMPILER.compile(Regex(r"(?s).*")), None])
+@pytest.mark.parametrize("lead", ["", "\n"])
+def test_the_answer_is_what_the_matcher_takes_for_it(inner: CompiledGrammar | None, lead: str) -> None:
+    grammar = COMPILER.after_reasoning(THINK, inner)
+    following, text = grammar.matcher(), f"{lead}<think>so</think>12"
+    assert follow(following, text)
+    assert grammar.answer(text) == ("12" if following.num_reasoning_tokens else text)
+
+
 @pytest.mark.parametrize("text", ["so</think>x", "so</think>\n\n\n", "so</think> 123", "</think>1234"])
 def test_nothing_gets_past_the_constraint(text: str) -> None:
     assert not follow(matcher(is_open=True), text)
@@ -95,6 +104,32 @@ def test_the_budget_is_exact(budget: int, inner: CompiledGrammar | None) -> None
     assert follow(following, "</think>")
     assert following.num_reasoning_tokens == budget
     assert follow(following, "123")
+
+
+@pytest.mark.parametrize("fmt", REASONING_FORMATS, ids=lambda fmt: fmt.name)
+def test_the_budget_is_exact_in_every_format(fmt: ReasoningFormat) -> None:
+    prompt = f"Q?{fmt.begin[0]}\n"
+    section = reasoning_section(
+        Gen(
+            id=0,
+            name="x",
+            reasoning=fmt.name,
+            constraint=Regex("[0-9]{3}"),
+            sampling=Sampling(max_reasoning_tokens=3),
+        ),
+        prompt,
+        None,
+    )
+    assert section is not None
+    following = COMPILER.after_reasoning(section, DIGITS).matcher()
+    text = "aaa"
+    assert follow(following, text)
+    assert following.forced_tokens() == WORLD.encode(fmt.end[0])
+    assert follow(following, fmt.end[0] + "123")
+    assert following.is_complete()
+    assert following.num_reasoning_tokens == len(WORLD.encode("a")) * 3
+    message = message_parser(reasoning=fmt, prompt=prompt).parse(f"{text}{fmt.end[0]}123")
+    assert (message.reasoning, message.content) == (text, "123")
 
 
 class Bytes:
