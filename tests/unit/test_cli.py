@@ -86,7 +86,8 @@ def test_flags_are_the_fields_of_engine_config(command: Command) -> None:
     text = command("run", "--help").out
     for field in EngineConfig.__struct_fields__:
         assert flag_of(field) in text
-    assert [parameter.name for parameter in parameters_of(EngineConfig, "Engine")] == list(EngineConfig.__struct_fields__)
+    names = [parameter.name for parameter in parameters_of(EngineConfig, "Engine")]
+    assert names == list(EngineConfig.__struct_fields__)
 
 
 def test_flag_that_is_not_given_stays_with_the_config() -> None:

@@ -88,7 +88,8 @@ def test_unknown_name_is_an_attribute_error():
 def test_type_checkers_see_the_same_names():
     tree = ast.parse((ROOT / "sgl/__init__.py").read_text())
     guarded = next(node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
-    seen = {alias.asname or alias.name for node in guarded.body if isinstance(node, ast.ImportFrom) for alias in node.names}
+    imports = [node for node in guarded.body if isinstance(node, ast.ImportFrom)]
+    seen = {alias.asname or alias.name for node in imports for alias in node.names}
     assert seen - {"Backend", "Renderer"} == set(PUBLIC) - {"__version__", "set_default_options"}
 
 
