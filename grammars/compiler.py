@@ -97,7 +97,7 @@ def check(constraint: Constraint, backend: str = "llguidance", limits: Limits = 
             _check_text(schema, "JSON schema")
             if unsupported == "check":
                 schema = loosened(schema, unenforced(schema, backend, limits), limits)
-            check_schema(schema, backend, limits)
+            check_schema(schema, backend, limits, checkable=unsupported == "refuse")
         case Choices(options=options):
             if not options:
                 raise InvalidConstraint("choices is empty", hint="give at least one option")
@@ -282,7 +282,7 @@ class GrammarCompiler:
         whole = constraint.schema
         schema = loosened(whole, unenforced(whole, name, self._limits), self._limits)
         for _ in range(_MAX_LOOSENED):
-            check_schema(schema, name, self._limits)
+            check_schema(schema, name, self._limits, checkable=False)
             try:
                 inner = backend.compile(msgspec.structs.replace(constraint, schema=schema))
             except UnsupportedSchema as error:

@@ -230,12 +230,15 @@ _BOUND_WORDS = ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum")
 CHECK_HINT = "or give unsupported='check', which checks the finished value instead"
 
 
-def check_schema(schema_text: str, backend: str = "llguidance", limits: Limits = DEFAULT_LIMITS) -> None:
+def check_schema(
+    schema_text: str, backend: str = "llguidance", limits: Limits = DEFAULT_LIMITS, *, checkable: bool = True
+) -> None:
     """Check that `backend` would enforce everything that the schema says.
 
     Args:
         schema_text: canonical JSON text, see `sgl.grammars.spec.canonical_schema`.
         backend: a key of `TABLES`.
+        checkable: the caller could have values checked afterwards instead, which refusals then say.
 
     Raises:
         ConstraintTooComplex: larger than `max_schema_bytes` or deeper than `max_json_depth`.
@@ -252,7 +255,7 @@ def check_schema(schema_text: str, backend: str = "llguidance", limits: Limits =
     """
     if backend not in TABLES:
         raise InvalidConstraint(f"no keyword table for backend {backend!r}", hint=f"known: {', '.join(sorted(TABLES))}")
-    _Check(parse_schema(schema_text, limits), backend, limits).run()
+    _Check(parse_schema(schema_text, limits), backend, limits, checkable=checkable).run()
 
 
 def unenforced(schema_text: str, backend: str = "llguidance", limits: Limits = DEFAULT_LIMITS) -> list[str]:
@@ -331,7 +334,16 @@ class _Check:
     """One walk over one schema; `run` raises at the first fault. With `found`, pointers to what a validator can check
     instead are put there and do not count as faults."""
 
-    def __init__(self, schema: Schema, backend: str, limits: Limits, found: list[str] | None = None) -> None:
+    def __init__(
+        self,
+        schema: Schema,
+        backend: str,
+        limits: Limits,
+        found: list[str] | None = None,
+        *,
+        checkable: bool = True,
+    ) -> None:
+        self.checkable = checkable
         self.schema = schema
         self.found = found
         self.backend = backend
@@ -532,7 +544,7 @@ class _Check:
             at: where in its value the cause stands, if not the whole.
         """
         if self.found is None or not checkable:
-            hint = f"{hint}; {CHECK_HINT}" if checkable else hint
+            hint = f"{hint}; {CHECK_HINT}" if checkable and self.checkable else hint
             raise UnsupportedSchema(message, hint=hint, pointer=pointer if at is None else at)
         self.found.append(pointer)
 

@@ -111,7 +111,8 @@ class ReasoningTables:
     def __init__(self, section: Reasoning, vocabulary: Vocabulary) -> None:
         self.vocabulary = vocabulary
         self.begin, self.end = section.begin.encode(), _End(section.end.encode())
-        self.texts = {token_id: text.encode() for text, token_id in vocabulary.specials.items()}
+        self.specials = {text.encode(): token_id for text, token_id in vocabulary.specials.items()}
+        self.texts = {token_id: text for text, token_id in self.specials.items()}
         self.texts.update(vocabulary.token_bytes)
         size = vocabulary.vocab_size
         excluded = {i for text in section.excludes for i in self._ids(text.encode())} | vocabulary.eos_ids
@@ -126,7 +127,7 @@ class ReasoningTables:
         self._beginnings: dict[int, Bitmask] = {}
 
     def _ids(self, text: bytes) -> list[int]:
-        special = self.vocabulary.specials.get(text.decode())
+        special = self.specials.get(text)  # what is left of a marker may begin within a character
         return [*self.vocabulary.ids.get(text, ()), *([special] if special is not None else [])]
 
     def end_ids(self, matched: int) -> list[int]:
@@ -178,7 +179,9 @@ class ReasoningGrammar:
 
     def answer(self, text: str) -> str:
         """What stands behind the reasoning of a text that was generated under this grammar."""
-        if not self.section.is_open and not text.lstrip().startswith(self.section.begin):
+        # As the matcher sees it: before a marker white space is free only where no constraint is.
+        start = text if self.inner is not None else text.lstrip()
+        if not self.section.is_open and not start.startswith(self.section.begin):
             return text
         return text.partition(self.section.end)[2].lstrip("\n")
 

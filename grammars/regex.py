@@ -227,6 +227,8 @@ class _Writer:
         return f"(?:{body}){count_text}" if len(items) != 1 or not _is_atom(items[0][0]) else f"{body}{count_text}"
 
     def literal(self, code: int, flags: int) -> str:
+        if 0xD800 <= code <= 0xDFFF:
+            raise self.refuse("a lone surrogate, which no text has", "write the character itself, or as \\U0001f600")
         if flags & re.IGNORECASE:
             return _case_variants(code, bool(flags & re.ASCII))
         return escaped(code)

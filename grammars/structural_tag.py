@@ -226,9 +226,7 @@ class _Check:
             raise ConstraintTooComplex(f"the structural tag has more than {MAX_FORMATS} formats", pointer=at)
         match fmt:
             case SchemaFormat(json_schema=schema):
-                self.content(
-                    at + "/json_schema", lambda: check_schema(canonical_schema(schema), self.backend, self.limits)
-                )
+                self.content(at + "/json_schema", lambda: self.schema(schema))
             case RegexFormat(pattern=pattern, excludes=excludes):
                 self.content(at + "/pattern", lambda: translate(pattern, limits=self.limits))
                 self.texts(excludes, at + "/excludes")
@@ -302,6 +300,9 @@ class _Check:
         if "" in texts:
             _fail("an empty text stands in a list", f"{at}/{texts.index('')}", "remove it")
 
+    def schema(self, schema: Any) -> None:
+        check_schema(canonical_schema(schema), self.backend, self.limits, checkable=False)
+
     def content(self, at: str, run: Any) -> None:
         """Run a check of what stands at `at`; its errors get the pointer from the root of the tag."""
         try:
@@ -315,6 +316,9 @@ class _LegacyCheck(_Check):
     """The same with the pointers of the older form."""
 
     tags_at = "/structures"
+
+    def schema(self, schema: Any) -> None:
+        check_schema(canonical_schema(schema), self.backend, self.limits, checkable=False)
 
     def content(self, at: str, run: Any) -> None:
         super().content(at.replace("/content/json_schema", "/schema"), run)

@@ -26,7 +26,7 @@ from sgl.grammars.compiler import BACKENDS, GrammarCompiler, check
 from sgl.grammars.keywords import FORMATS, TABLES, Kind, Support, check_schema, subschemas, unenforced
 from sgl.grammars.llguidance_backend import rewritten
 from sgl.grammars.matcher import StopReason
-from sgl.grammars.spec import Choices, Constraint, JsonSchema, Lark, Regex, canonical_schema
+from sgl.grammars.spec import Choices, Constraint, JsonSchema, Lark, Regex, canonical_schema, structural_tag
 from sgl.limits import DEFAULT_LIMITS, Limits
 
 WORLD = world()
@@ -37,6 +37,7 @@ def new_compiler(**options: Any) -> GrammarCompiler:
 
 
 COMPILER = new_compiler()
+TAGGED = {"type": "json_schema", "json_schema": {"uniqueItems": True}}
 
 # --- the keyword walker -----------------------------------------------------------------------------------------------
 
@@ -136,6 +137,18 @@ def test_messages_name_nothing_of_the_library() -> None:
     with pytest.raises(InvalidSchema, match="no text matches all its patterns") as empty:
         COMPILER.compile(JsonSchema(canonical_schema({"type": "string", "format": "date", "minLength": 50})))
     assert "And" not in str(empty.value)
+
+
+def test_refusals_speak_of_checks_only_where_they_can_be_had() -> None:
+    for check_it in (
+        lambda: check(Lark('start: %json {"uniqueItems": true}')),
+        lambda: check(structural_tag({"type": "structural_tag", "format": TAGGED})),
+    ):
+        with pytest.raises(UnsupportedSchema, match="uniqueItems") as caught:
+            check_it()
+        assert "unsupported=" not in str(caught.value)
+    with pytest.raises(InvalidRegex, match="lone surrogate"):
+        check(Regex("\\ud83d"))
 
 
 def test_a_misspelt_keyword_names_its_neighbour() -> None:

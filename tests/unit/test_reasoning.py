@@ -162,6 +162,14 @@ def test_tokens_of_reasoning_are_counted_with_a_matcher_and_without_alike(text: 
     assert [generation.num_reasoning_tokens for generation in generations] == [count, count, 0]
 
 
+def test_a_budget_that_ends_within_a_character_of_the_end_marker() -> None:
+    end = "◁/think▷"
+    following = matcher(begin="◁think▷", end=end, is_open=True, max_tokens=1)
+    first = next(token_id for token_id, text in WORLD.token_bytes.items() if text == end.encode()[:1])
+    assert following.accept(first)
+    assert b"".join(WORLD.token_bytes[i] for i in following.forced_tokens()) == end.encode()[1:]
+
+
 def test_reasoning_that_does_not_come_has_no_budget() -> None:
     following = matcher(None, max_tokens=1)
     assert follow(following, " An answer without it, <think>for once.")
