@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import jsonschema_rs
@@ -13,7 +14,7 @@ import pytest
 from support.grammar_walks import walk
 from support.matcher_conformance import world
 
-from sgl.errors import InvalidParameter, UnsupportedSchema
+from sgl.errors import InvalidConstraint, InvalidParameter, UnsupportedSchema
 from sgl.grammars.compiler import GrammarCompiler
 from sgl.grammars.formats import (
     REASONING_FORMATS,
@@ -31,8 +32,10 @@ from sgl.grammars.formats import (
     tools_of,
 )
 from sgl.grammars.formats.shapes import TagCalls
+from sgl.grammars.xgrammar_backend import Backend
 from sgl.lang.capture import Capture
 from sgl.lang.graph import Usage, ValueEvent
+from sgl.limits import DEFAULT_LIMITS
 from sgl.runtime.text.template import ChatTemplate
 
 WORLD = world()
@@ -316,6 +319,17 @@ def test_bare_text_never_holds_the_marker_that_ends_it(name: str) -> None:
         grammar = COMPILER.compile(fmt.constraint([one_argument({"type": "string", **bound})], "required"))
         assert accepts(grammar, good), bound
         assert not accepts(grammar, bad), bound
+
+
+def test_xgrammar_refuses_what_it_would_not_keep_out() -> None:
+    stub = SimpleNamespace(limits=DEFAULT_LIMITS)
+    held, free = (
+        tool_format("glm").constraint([one_argument({"type": "string", **bound})], "required")
+        for bound in ({"maxLength": 99}, {})
+    )
+    assert Backend.tag(stub, free)["type"] == "structural_tag"  # type: ignore[arg-type]
+    with pytest.raises(InvalidConstraint, match="cannot keep texts out of the regex"):
+        Backend.tag(stub, held)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", BARE)
