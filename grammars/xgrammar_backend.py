@@ -138,7 +138,7 @@ class Backend:
         spaces = {"max_whitespace_cnt": 0 if constraint.whitespace == "compact" else 1}
 
         def mapped(value: Any) -> Any:
-            if isinstance(value, list):
+            if isinstance(value, (list, tuple)):
                 return [mapped(item) for item in value]
             if not isinstance(value, dict):
                 return value
