@@ -278,6 +278,12 @@ class ProgramOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             check_number("now", self.now, low=0.0)
 
 
+class Head(msgspec.Struct, frozen=True):
+    """What is read first of a graph or a compiled program that somebody wrote."""
+
+    protocol: int | None = None
+
+
 def encode(graph: Graph) -> bytes:
     """msgpack of a graph."""
     return _ENCODER.encode(graph)
@@ -287,9 +293,10 @@ def decode(data: bytes) -> Graph:
     """The graph in `data` (msgpack).
 
     Raises:
-        InvalidProgram: not a graph, or of another protocol.
+        InvalidProgram: not a graph, of another protocol, or without the number of one.
     """
     try:
+        check_head(_HEAD.decode(data))
         graph = _DECODER.decode(data)
     except msgspec.MsgspecError as error:
         raise InvalidProgram(f"not a request graph: {error}") from None
@@ -305,11 +312,21 @@ def to_json(graph: Graph) -> bytes:
 def from_json(data: bytes | str) -> Graph:
     """The graph in a JSON text; raises `InvalidProgram` like `decode`."""
     try:
+        check_head(msgspec.json.decode(data, type=Head))
         graph = msgspec.json.decode(data, type=Graph)
     except msgspec.MsgspecError as error:
         raise InvalidProgram(f"not a request graph: {error}") from None
     check_protocol(graph)
     return graph
+
+
+def check_head(head: Head) -> None:
+    """Raise `InvalidProgram` where no protocol is named: it could be any."""
+    if head.protocol is None:
+        raise InvalidProgram(
+            f"protocol is missing; this side speaks {PROTOCOL}",
+            hint=f'write the graph with sgl, or give it "protocol": {PROTOCOL}',
+        )
 
 
 def check_protocol(graph: Graph) -> None:
@@ -446,6 +463,7 @@ def _sample_seed(seed: int | None, index: int) -> int | None:
 _ENCODER = msgspec.msgpack.Encoder()
 _SORTED = msgspec.msgpack.Encoder(order="sorted")
 _DECODER = msgspec.msgpack.Decoder(Graph)
+_HEAD = msgspec.msgpack.Decoder(Head)
 
 
 # --- events ---------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -19,7 +20,9 @@ from sgl.lang.graph import (
     Role,
     Text,
     Var,
+    decode,
     encode,
+    from_json,
     to_json,
     validate,
 )
@@ -151,3 +154,9 @@ def test_a_rewind_brings_the_role_of_its_mark_back():
 def test_every_graph_that_is_written_says_its_protocol():
     assert b'"protocol":1' in to_json(Graph(nodes=()))
     assert b"protocol" in encode(Graph(nodes=()))
+
+
+def test_a_graph_without_a_protocol_is_refused():
+    for read, bare in ((from_json, b'{"nodes":[]}'), (decode, msgspec.msgpack.encode({"nodes": []}))):
+        with pytest.raises(InvalidProgram, match="protocol is missing"):
+            read(bare)
