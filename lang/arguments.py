@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
+from enum import Enum
 from typing import Any, TypedDict
 
 import msgspec
@@ -89,6 +90,11 @@ def value_form(given: Mapping[str, Any], dtype: DType, tp: Any) -> tuple[Constra
             )
         form = type_form(tp)
         return form.constraint, form
+    schema = given["json_schema"]
+    if isinstance(schema, (int, float, bytes, list, tuple)) and not isinstance(schema, (bool, Enum)):
+        raise InvalidParameter(
+            f"json_schema is {schema!r}; expected JSON text, a dict or a Python type", param="json_schema"
+        )
     explicit = given["constraint"]
     others = [name for name in named if name != "constraint"]
     if explicit is not None:
@@ -114,6 +120,16 @@ def check_tools_alone(others: Mapping[str, Any]) -> None:
     for param, value in others.items():
         if value is not None:
             raise InvalidParameter(f"tools and {param} are both given; one must go", param=param)
+
+
+_WITHOUT_TOOLS = {"tool_choice": "auto", "parallel_tool_calls": True, "tool_format": None}
+
+
+def check_no_tools(**given: Any) -> None:
+    """Raise if something says how tools are called where there are none."""
+    for param, value in given.items():
+        if value != _WITHOUT_TOOLS[param]:
+            raise InvalidParameter(f"{param} is given without tools", hint="give tools=[...] too", param=param)
 
 
 class SamplingArguments(TypedDict, total=False):

@@ -16,9 +16,9 @@ from sgl.lang.capture import Capture, user_location
 from sgl.lang.expr import GenExpr, SelectExpr
 from sgl.lang.graph import MAIN_BRANCH, Usage
 from sgl.lang.interpreter import Program
-from sgl.lang.pending import Pending
+from sgl.lang.pending import Nothing, Pending
 from sgl.lang.repair import Check, Feedback, repairing
-from sgl.lang.state import Name, ProgramState, StateBase
+from sgl.lang.state import Name, ProgramState, StateBase, body_of
 from sgl.lang.streams import StreamEvent
 from sgl.lang.tools import Call, OnError, Read, ToolFunction, round_expression, run_calls_async, tool_loop
 from sgl.lang.variables import Variable
@@ -152,8 +152,16 @@ class AsyncProgramState(StateBase):
             sent = await (self.calls(step.expr) if isinstance(step, Read) else run_calls_async(step.calls))
 
     def call(self, program: SglFunction[P, R], *args: P.args, **kwargs: P.kwargs) -> Coroutine[Any, Any, R]:
-        """Run the body of another `async def` program on this state (see `ProgramState.call`)."""
-        return cast("Coroutine[Any, Any, R]", program._body_on(self, args, kwargs))
+        """Run the body of another program on this state (see `ProgramState.call`), and await what it returns.
+
+        The body of a `def` program runs at once. It cannot await, so it may append and capture, and return a value that
+        it captured (`return s["x"]`), but not look at one.
+        """
+        made = body_of(program)(self, args, kwargs)
+        return cast("Coroutine[Any, Any, R]", made) if program.is_async else Pending(_settled(made), "s.call(...)")
+
+    def _nothing(self) -> Nothing:
+        return Nothing()
 
     # --- the whole state ---
 
@@ -208,11 +216,25 @@ class AsyncProgramState(StateBase):
     # --- streams ---
 
     def text_iter(self, var_name: str | None = None, return_meta_data: bool = False) -> AsyncIterator[Any]:
-        """Text as it appears, for `async for` (see `ProgramState.text_async_iter`)."""
+        """Text as it appears, for `async for` (see `ProgramState.text_async_iter`).
+
+        One piece comes of a run without `stream=True`, and, in the body, of the whole state.
+        """
+        in_one = not self._program.options.stream or (var_name is None and not self._outside)
+        if in_one and not return_meta_data:
+            return self._whole(var_name)
         return self._view.text_async_iter(var_name, return_meta_data)
 
     text_async_iter = text_iter
 
+    async def _whole(self, name: str | None) -> AsyncIterator[Any]:
+        yield await self.text() if name is None else await self._read(name, variables.streamed)
+
     def events(self) -> AsyncIterator[StreamEvent]:
         """Everything that happens, as it happens (see `ProgramState.events`)."""
         return self._view.events_async()
+
+
+async def _settled(value: R | Pending[R]) -> R:
+    """What the body of a `def` program returned; a read among it is awaited."""
+    return await value if isinstance(value, Pending) else value

@@ -11,7 +11,7 @@ import hashlib
 import inspect
 import itertools
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal
 
 import msgspec
@@ -392,7 +392,11 @@ def check_appendable(other: object, location: SourceLocation | None) -> None:
         other.refuse("it is appended")
     shown = "None" if other is None else f"{other!r} ({type(other).__name__})"
     hint = "did a helper return nothing?" if other is None else "convert it with str(...)"
-    if hasattr(other, "_core"):
+    if isinstance(other, Iterable) and hasattr(other, "join"):
+        shown, hint = "a fork's group of states", "join it, and append what its states captured: s[name] is the list"
+    elif hasattr(other, "_body_on"):
+        hint = "s.call(program, ...) runs it on this state"
+    elif hasattr(other, "_core"):
         hint = "append its text: state.text(); s.call(program, ...) goes on with this state"
     elif inspect.isawaitable(other):
         hint = "await it"

@@ -11,7 +11,7 @@ import contextlib
 import sys
 from collections.abc import Callable
 from types import FrameType
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from sgl.errors import InvalidProgram, SourceLocation
 from sgl.lang.forms import Form
@@ -40,6 +40,13 @@ class UnknownName(InvalidProgram, KeyError):
     """A name that nothing captured; also a `KeyError`. On the wire it is `InvalidProgram`."""
 
     __str__ = InvalidProgram.__str__
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_unknown_name, (self.message, self.hint, self.location))
+
+
+def _unknown_name(message: str, hint: str, location: SourceLocation | None) -> UnknownName:
+    return UnknownName(message, hint=hint, location=location)
 
 
 class Capture:

@@ -53,7 +53,7 @@ def _check_names(graph: Graph) -> None:
             first, second = (graph.nodes[position].location for position in positions[:2])
             raise InvalidProgram(
                 f"{name!r} is captured twice on one branch, first at {first}",
-                hint="give each its own name; in a compiled program a name has one value",
+                hint="give each its own name: in a compiled program a name has one value, also with list_append",
                 location=second,
             )
 

@@ -24,13 +24,14 @@ from sgl.lang.branches import derived_seed
 from sgl.lang.checks import check
 from sgl.lang.compiled_run import CompiledRun, Ends
 from sgl.lang.dataflow import captures
-from sgl.lang.defaults import default_backend, sampling_defaults
+from sgl.lang.defaults import backend_of, sampling_defaults
 from sgl.lang.graph import (
     ARGUMENTS,
     MAIN_BRANCH,
     PROTOCOL,
     Gen,
     Graph,
+    Head,
     LiteralText,
     Node,
     ProgramOptions,
@@ -40,6 +41,7 @@ from sgl.lang.graph import (
     Select,
     Text,
     Var,
+    check_head,
     check_integer,
     check_protocol,
     digest,
@@ -103,12 +105,12 @@ class CompiledProgram(msgspec.Struct, frozen=True, kw_only=True):
         Raises:
             InvalidProgram: not a program, of another protocol, or one whose graph does not make sense.
         """
-        return _checked(lambda: msgspec.json.decode(data, type=CompiledProgram))
+        return _checked(lambda kind: msgspec.json.decode(data, type=kind))
 
     @staticmethod
     def from_msgpack(data: bytes) -> CompiledProgram:
         """The program in msgpack bytes; raises like `from_json`."""
-        return _checked(lambda: msgspec.msgpack.decode(data, type=CompiledProgram))
+        return _checked(lambda kind: msgspec.msgpack.decode(data, type=kind))
 
     def save(self, path: str | Path) -> None:
         """Write it as indented JSON; a file that exists is replaced."""
@@ -177,7 +179,7 @@ class CompiledProgram(msgspec.Struct, frozen=True, kw_only=True):
         graph = _seeded(self.bind(*args, **arguments), seed)
         run = CompiledRun(self, graph, self._options(deadline_s, cache_salt, priority), Ends())
         try:
-            run.start(backend or default_backend())
+            run.start(backend_of(backend))
             return run.wait()
         except BaseException:
             run.cancel()
@@ -203,7 +205,7 @@ class CompiledProgram(msgspec.Struct, frozen=True, kw_only=True):
         if on_error not in ("raise", "return"):
             raise InvalidParameter(f"on_error is {on_error!r}; expected 'raise' or 'return'", param="on_error")
         graphs = [self.bind(**row) if isinstance(row, Mapping) else self.bind(*row) for row in rows]
-        chosen = backend or default_backend()
+        chosen = backend_of(backend)
         options = self._options(deadline_s, cache_salt, priority)
         ends = Ends()
         runs = [
@@ -256,9 +258,10 @@ def _seeded(graph: Graph, seed: int | None) -> Graph:
     return msgspec.structs.replace(graph, nodes=tuple(nodes))
 
 
-def _checked(decode: Callable[[], CompiledProgram]) -> CompiledProgram:
+def _checked(decode: Callable[[Any], Any]) -> CompiledProgram:
     try:
-        program = decode()
+        check_head(decode(Head))
+        program: CompiledProgram = decode(CompiledProgram)
     except msgspec.MsgspecError as error:
         raise InvalidProgram(f"not a compiled program: {error}") from None
     check_protocol(msgspec.structs.replace(program.graph, protocol=program.protocol))

@@ -90,8 +90,8 @@ def set_default_backend(backend: Backend | None) -> None:
         >>> sgl.set_default_backend(None)
     """
     global _chosen
-    if backend is not None and not isinstance(backend, Backend):
-        raise InvalidParameter(f"backend is {backend!r}; expected an object with open()", param="backend")
+    if backend is not None:
+        check_backend(backend)
     with _lock:
         _chosen = backend
 
@@ -121,6 +121,26 @@ def default_backend() -> Backend:
                 raise ConfigError("no backend is set", hint="call sgl.set_default_backend(...) or pass backend=")
             _automatic = _factory()
         return _automatic
+
+
+def check_backend(backend: object) -> None:
+    """Raise `InvalidParameter` unless `backend` is one: the object, not its class."""
+    if isinstance(backend, type) and issubclass(backend, Backend):
+        raise InvalidParameter(
+            f"backend is the class {backend.__name__}; expected an instance",
+            hint=f"make one: {backend.__name__}(...)",
+            param="backend",
+        )
+    if not isinstance(backend, Backend):
+        raise InvalidParameter(f"backend is {backend!r}; expected an engine or another backend", param="backend")
+
+
+def backend_of(backend: Backend | None) -> Backend:
+    """The backend that was given, checked, or else the default one."""
+    if backend is None:
+        return default_backend()
+    check_backend(backend)
+    return backend
 
 
 def chosen_backend() -> Backend | None:
@@ -162,7 +182,7 @@ def flush_cache(backend: Backend | None = None) -> bool:
         >>> sgl.flush_cache(sgl.MockBackend())
         False
     """
-    return (backend or default_backend()).flush_cache()
+    return backend_of(backend).flush_cache()
 
 
 def get_server_info(backend: Backend | None = None) -> Mapping[str, Any]:
@@ -173,4 +193,4 @@ def get_server_info(backend: Backend | None = None) -> Mapping[str, Any]:
         >>> sgl.get_server_info(sgl.MockBackend())["backend"]
         'mock'
     """
-    return (backend or default_backend()).server_info()
+    return backend_of(backend).server_info()

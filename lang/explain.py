@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from sgl.errors import SglError, SourceLocation
+from sgl.errors import InvalidProgram, SglError, SourceLocation
 from sgl.lang import defaults
 from sgl.lang.backend import Backend, EventSink, Session
+from sgl.lang.capture import UnknownName
 from sgl.lang.forecast import Figures, Forecast, NodeCost, forecast, longest_path
 from sgl.lang.graph import (
     DoneEvent,
@@ -157,7 +158,7 @@ class Explanation:
         Raises:
             SglError: a row failed.
         """
-        counter = CountingBackend(backend or self._backend or defaults.default_backend())
+        counter = CountingBackend(defaults.backend_of(backend or self._backend))
         calls = [self._function.bind(**named) if named else self._function for _, named in self._rows]
         if len(self._rows) == 1:
             self.states = [calls[0].run(*self._rows[0][0], backend=counter, **self._sampling)]
@@ -298,13 +299,17 @@ _WORTH_MOVING = 16
 # --- what blocks sharing --------------------------------------------------------------------------------------------
 
 
+def _further(stopped: InvalidProgram) -> str:
+    return "a run will fail there" if isinstance(stopped, UnknownName) else "assume a value to see further"
+
+
 def _blockers(traces: list[Trace], renderer: Renderer, foreseen: Forecast) -> list[Blocker]:
     found: list[Blocker] = []
     for trace in traces:
         if trace.stopped is not None:
             found.append(
                 Blocker(
-                    reason=f"the plan ends here: {trace.stopped.message}; assume a value to see further",
+                    reason=f"the plan ends here: {trace.stopped.message}; {_further(trace.stopped)}",
                     location=trace.stopped.location,
                 )
             )

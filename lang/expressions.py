@@ -18,6 +18,7 @@ from sgl.lang.arguments import (
     SamplingArguments,
     check_list_append,
     check_name,
+    check_no_tools,
     check_tools_alone,
     many,
     refuse,
@@ -230,6 +231,7 @@ def gen(
         toolbox = Toolbox(tools, tool_format, tool_choice, parallel_tool_calls)
         constraint, form = toolbox.constraint(), toolbox.form()
     else:
+        check_no_tools(tool_choice=tool_choice, parallel_tool_calls=parallel_tool_calls, tool_format=tool_format)
         constraint, form = value_form(constraints, dtype, type)
     given = {
         "max_new_tokens": max_tokens,
@@ -406,7 +408,14 @@ def separate_reasoning(expr: Expr | None = None, model_type: str | None = None) 
     """
     from sgl.grammars.formats import reasoning_format
 
-    fmt = reasoning_format(model_type).name if model_type is not None else OWN_REASONING
+    fmt = OWN_REASONING
+    if model_type is not None:
+        try:
+            fmt = reasoning_format(model_type).name
+        except InvalidParameter as error:
+            raise InvalidParameter(
+                f"model_type is {model_type!r}; expected a format of reasoning", hint=error.hint, param="model_type"
+            ) from None
     if expr is not None and not isinstance(expr, Expr):
         raise InvalidParameter(f"separate_reasoning got {expr!r}; expected an expression", param="expr")
 

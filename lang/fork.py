@@ -6,7 +6,7 @@ Owns appending to all of them, and the join. A group of synchronous states can a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Generic
+from typing import TYPE_CHECKING, Any, Generic
 
 from sgl.errors import InvalidProgram
 from sgl.lang.branches import JoinMode
@@ -77,10 +77,12 @@ class ProgramStateGroup(Generic[S]):
         """What happens on the children, until everything that was appended to them so far is there."""
         return event_stream(self._parent._program, [state._core for state in self._states])
 
-    def join(self, mode: JoinMode = "gather_variable") -> None:
+    def join(self, mode: JoinMode = "gather_variable") -> Any:
         """Give the children's values to the parent as lists in fork order, and let the children go.
 
         Each name that a child captured or set since the fork becomes a list; it replaces what the parent had under
         that name. `concate_and_append` appends the children's text since the fork to the parent instead.
+        It does not wait; in an `async def` program it may be awaited all the same.
         """
         self._parent._core.join([state._core for state in self._states], mode, user_location())
+        return self._parent._nothing()

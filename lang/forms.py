@@ -12,6 +12,7 @@ import enum
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, TypeAlias, get_args, get_origin
 
 from sgl.errors import GenerationError, InvalidParameter, InvalidProgram, SglError, SourceLocation, Truncated
@@ -85,7 +86,7 @@ def dtype_form(dtype: DType) -> Form | None:
             f"dtype is {dtype!r}; expected int, float, str or bool", hint="type= takes other types", param="dtype"
         )
     pattern, stops = _DTYPES[name]
-    return Form(name, Regex(pattern), stops, lambda text: _READERS[name](text.strip()))
+    return Form(name, Regex(pattern), stops, partial(_read_bare, name))
 
 
 def json_form(constraint: JsonSchema) -> Form:
@@ -97,6 +98,7 @@ def type_form(tp: Any) -> Form:
     """The form of `gen(type=tp)`: the value that comes back is a `tp`.
 
     Raises:
+        InvalidParameter: the name of a type in place of the type.
         UnsupportedSchema: a type without a JSON form.
 
     Example:
@@ -107,18 +109,23 @@ def type_form(tp: Any) -> Form:
         >>> type_form(int).read("24 "), type_form(bool).read("True")
         (24, True)
     """
+    if (text := _as_text(tp)) is not None:
+        whole = "" if tp == text else f" in {tp}"
+        raise InvalidParameter(
+            f"type is given as text: {text!r}{whole}", hint=f"pass the type itself: {text}", param="type"
+        )
     if tp is str:
         return Form("str", None, (), str, is_typed=True)
     if tp in (int, float, bool):
         name = tp.__name__
         pattern, stops = _DTYPES[name]
-        return Form(name, Regex(pattern), stops, lambda text: _READERS[name](text.strip()), is_typed=True)
+        return Form(name, Regex(pattern), stops, partial(_read_bare, name), is_typed=True)
     if (words := _bare_words(tp)) is not None:
         return Form(_name(tp), Choices(tuple(words)), (), words.__getitem__, is_typed=True)
     from sgl.grammars.types import parse, schema_of
 
     schema = JsonSchema(canonical_schema(schema_of(tp)))
-    return Form(_name(tp), schema, (), lambda text: parse(tp, text), is_typed=True)
+    return Form(_name(tp), schema, (), partial(parse, tp), is_typed=True)
 
 
 def form_name(form: Form | None) -> str | None:
@@ -139,7 +146,17 @@ def portable_form(name: str) -> Form:
     """
     if name == "json":
         return Form("JSON value", None, (), json.loads)
-    return Form(name, None, (), lambda text: _READERS[name](text.strip()))
+    return Form(name, None, (), partial(_read_bare, name))
+
+
+def _as_text(tp: Any) -> str | None:
+    """The text that stands in the place of a type: of `tp`, or of an argument of it."""
+    if isinstance(tp, str):
+        return tp
+    if get_origin(tp) is Literal:
+        return None
+    arguments = get_args(tp)[:1] if hasattr(tp, "__metadata__") else get_args(tp)
+    return next((text for argument in arguments if (text := _as_text(argument)) is not None), None)
 
 
 def _bare_words(tp: Any) -> dict[str, Any] | None:
@@ -158,6 +175,11 @@ def _bare_words(tp: Any) -> dict[str, Any] | None:
 
 def _name(tp: Any) -> str:
     return str(tp) if get_origin(tp) is not None else str(getattr(tp, "__name__", tp))
+
+
+def _read_bare(name: str, text: str) -> Any:
+    """The value of bare text, of a `dtype` by name."""
+    return _READERS[name](text.strip())
 
 
 _READERS: dict[str, Callable[[str], Any]] = {

@@ -107,6 +107,11 @@ class SglFunction(Inspectable, Generic[P, R]):
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> ProgramState[R]:
         """`run`."""
+        if args and isinstance(args[0], StateBase):
+            raise InvalidParameter(
+                f"{self.__name__} is called with a state",
+                hint=f"to go on with that state: s.call({self.__name__}, ...); as an argument: run(state)",
+            )
         run: Callable[..., ProgramState[R]] = self.run  # which takes options beside the program's own arguments
         return run(*args, **kwargs)
 
@@ -136,6 +141,12 @@ class SglFunction(Inspectable, Generic[P, R]):
         except TypeError as error:
             taken = [name for name in self.arg_names if name in _RUN_OPTIONS and name not in merged]
             unknown = [name for name in merged if name not in self.arg_names]
+            if unknown and unknown[0] in _RUN_OPTIONS:
+                raise InvalidParameter(
+                    f"{self.__name__}{self.__signature__} has no parameter {unknown[0]!r}",
+                    hint=f"it is an option of a whole run, for all rows: run_batch(rows, {unknown[0]}=...)",
+                    param=unknown[0],
+                ) from None
             near = difflib.get_close_matches(unknown[0], sorted(_RUN_OPTIONS), n=1) if unknown else []
             hint = f"{taken[0]!r} is an option of run() itself: pass it by position" if taken else "check the arguments"
             raise InvalidParameter(

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
+from sgl.errors import InvalidParameter
 from sgl.lang.backend import Backend
 
 if TYPE_CHECKING:
@@ -63,9 +64,11 @@ class Inspectable:
             1 [0] gen answer
             2 [0] text ' So '{answer}'?'
         """
-        from sgl.lang.tracing import trace_body
+        from sgl.lang.tracing import tell_unused, trace_body
 
-        return trace_body(cast("SglFunction", self), args, kwargs, assume=assume)
+        trace = trace_body(cast("SglFunction", self), args, kwargs, assume=assume)
+        tell_unused(assume, [trace])
+        return trace
 
     def compile(
         self,
@@ -147,9 +150,12 @@ class Inspectable:
             (2, 14, 10)
         """
         from sgl.lang.explain import explain_function
+        from sgl.lang.tracing import tell_unused
 
+        if rows is not None and (isinstance(rows, (str, bytes, Mapping)) or not isinstance(rows, Iterable)):
+            raise InvalidParameter(f"rows is {rows!r}; expected a list of rows, as for run_batch", param="rows")
         given = list(rows) if rows is not None else None
-        return explain_function(
+        explanation = explain_function(
             cast("SglFunction", self),
             given,
             args,
@@ -159,6 +165,8 @@ class Inspectable:
             backend=backend,
             renderer=renderer,
         )
+        tell_unused(assume, explanation.traces)
+        return explanation
 
     def cache(self, backend: Backend | None = None) -> int:
         """Have the constant beginning of the prompt computed ahead; its length in tokens, 0 where there is none.
@@ -171,7 +179,7 @@ class Inspectable:
             >>> ask.cache(sgl.MockBackend())
             5
         """
-        from sgl.lang.defaults import default_backend
+        from sgl.lang.defaults import backend_of
         from sgl.lang.explain import compute_prefix
 
-        return compute_prefix(cast("SglFunction", self), backend or default_backend())
+        return compute_prefix(cast("SglFunction", self), backend_of(backend))

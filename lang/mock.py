@@ -18,7 +18,7 @@ from functools import partial
 from itertools import islice
 from typing import Any, TypeAlias
 
-from sgl.errors import EngineDead, GenerationError, InvalidParameter, SglError
+from sgl.errors import EngineDead, GenerationError, InternalError, InvalidParameter, SglError
 from sgl.grammars.formats import message_parser, reasoning_format
 from sgl.grammars.spec import Choices, Regex
 from sgl.lang import defaults
@@ -233,7 +233,8 @@ class MockSession(GraphSession[RenderedState]):
         if self.options.stream:
             ids = iter(self._ids(prompt, text))
             for piece in self._backend.renderer().split(text):
-                self.emit(DeltaEvent(node.id, branch.id, node.name, piece, tuple(islice(ids, 1))))
+                drawn = tuple(islice(ids, 1))
+                self.emit(DeltaEvent(node.id, branch.id, node.name, piece, drawn, _logprobs(drawn, sampling)))
         token_ids = self._ids(prompt, text)
         num_thoughts = 0
         if node.reasoning is not None:
@@ -254,7 +255,7 @@ class MockSession(GraphSession[RenderedState]):
                 finish=finish,
                 matched=matched,
                 usage=_used(num_before, len(token_ids), num_thoughts),
-                logprobs=tuple(TokenLogprob(id, 0.0) for id in token_ids) if sampling.return_logprob else (),
+                logprobs=_logprobs(token_ids, sampling),
                 prompt_logprobs=_prompt_logprobs(prompt.ids[:num_before], sampling),
             ),
         )
@@ -306,7 +307,9 @@ class MockSession(GraphSession[RenderedState]):
             return False
         if node.name in backend._errors:
             error = backend._errors[node.name]
-            raise SglError.from_info(error.to_info()) if isinstance(error, SglError) else error
+            if isinstance(error, SglError):
+                raise SglError.from_info(error.to_info())
+            raise InternalError(f"{node.name!r} fails as it was told to: {type(error).__name__}: {error}") from error
         backend.prompts.append((node.name, prompt))
         if backend.delay_s:
             self.stop.wait(backend.delay_s)
@@ -325,6 +328,11 @@ class MockSession(GraphSession[RenderedState]):
             text, finish = "".join(pieces[: sampling.max_new_tokens]), "length"
         cut = first_stop(text, sampling, len("".join(pieces[: sampling.min_new_tokens])))
         return (cut.text, "stop", cut.matched) if cut is not None else (text, finish, None)
+
+
+def _logprobs(ids: tuple[int, ...], sampling: Sampling) -> tuple[TokenLogprob, ...]:
+    """Every token is certain."""
+    return tuple(TokenLogprob(id, 0.0) for id in ids) if sampling.return_logprob else ()
 
 
 def _used(prompt: int, completion: int, reasoning: int = 0) -> Usage:

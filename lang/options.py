@@ -13,11 +13,10 @@ from typing import Any
 
 import msgspec
 
-from sgl.errors import InvalidParameter
 from sgl.lang.arguments import refuse
 from sgl.lang.backend import Backend
 from sgl.lang.branches import derived_seed
-from sgl.lang.defaults import default_backend, sampling_defaults
+from sgl.lang.defaults import check_backend, default_backend, sampling_defaults
 from sgl.lang.graph import ProgramOptions, Sampling, sampling_values
 from sgl.lang.interpreter import Program
 from sgl.lang.sampling import LONGEST_S, check_integer, check_number
@@ -77,8 +76,8 @@ class RunOptions:
         values = sampling_values({name: given[name] for name in SAMPLING})
         Sampling(**values)  # checks
         backend, seed, deadline_s, priority = (given[name] for name in ("backend", "seed", "deadline_s", "priority"))
-        if backend is not None and not isinstance(backend, Backend):
-            raise InvalidParameter(f"backend is {backend!r}; expected an engine or another backend", param="backend")
+        if backend is not None:
+            check_backend(backend)
         if seed is not None:
             check_integer("seed", seed, low=0)
         if deadline_s is not None:

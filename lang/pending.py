@@ -1,7 +1,8 @@
 """A read that is to be awaited, in `async def` programs.
 
-Owns `Pending`. It is a coroutine, so tasks and `gather` take it; used as if it were the value it raises, with the
-program's line, where a bare coroutine would be false, unequal, or text that nobody meant.
+Owns `Pending`, and `Nothing` for what does not wait. A `Pending` is a coroutine, so tasks and `gather` take it; used as
+if it were the value it raises, with the program's line, where a bare coroutine would be false, unequal, or text that
+nobody meant.
 """
 
 from __future__ import annotations
@@ -14,6 +15,15 @@ from sgl.errors import InvalidProgram
 from sgl.lang.capture import user_location
 
 T_co = TypeVar("T_co", covariant=True)
+
+
+class Nothing:
+    """What may be awaited, and is done."""
+
+    __slots__ = ()
+
+    def __await__(self) -> Generator[Any, Any, None]:
+        yield from ()
 
 
 class Pending(Coroutine[Any, Any, T_co]):

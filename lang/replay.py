@@ -40,6 +40,7 @@ from sgl.lang.graph import (
     Tokens,
     ValueEvent,
     Var,
+    check_integer,
     digest,
 )
 from sgl.lang.rendering import Renderer
@@ -127,7 +128,13 @@ class Recorder:
 
     def __init__(self, path: str | Path, backend: Backend | None = None) -> None:
         self._path = Path(path)
-        self._backend = backend if backend is not None else defaults.default_backend()
+        if not self._path.parent.is_dir():
+            raise InvalidParameter(
+                f"path is {str(path)!r}; the folder {str(self._path.parent)!r} does not exist",
+                hint="make it first",
+                param="path",
+            )
+        self._backend = defaults.backend_of(backend)
         self._lock = threading.Lock()
         self._sessions: list[_RecordingSession] = []
         recommend = getattr(self._backend, "sampling_defaults", None)
@@ -254,6 +261,10 @@ class Replay:
             raise InvalidParameter(
                 "a replay that goes on by itself needs both until and backend", param="until" if backend else "backend"
             )
+        if until is not None:
+            check_integer("until", until, low=0)
+        if backend is not None:
+            defaults.check_backend(backend)
         self.recording = recording if isinstance(recording, Recording) else Recording.load(recording)
         self._until = until
         self._backend = backend

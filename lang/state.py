@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeAlias, cast, overload
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, ParamSpec, TypeAlias, cast, overload
 
 from sgl.errors import GenerationError, InvalidParameter, InvalidProgram, SourceLocation, StateLost
 from sgl.lang import variables
 from sgl.lang.arguments import refuse
+from sgl.lang.blocks import block
 from sgl.lang.branches import BranchState, Point, check_appendable
 from sgl.lang.capture import Capture, user_location
 from sgl.lang.expr import Appendable, ExprList, GenExpr, RoleExpr, SelectExpr
@@ -68,6 +68,8 @@ class StateBase:
     def _repr_html_(self) -> str:
         return self._program.record._repr_html_()
 
+    __iter__: ClassVar[None] = None  # `s[name]` is no item of a sequence
+
     # --- appending ---
 
     def __iadd__(self, other: Appendable) -> Self:
@@ -82,7 +84,7 @@ class StateBase:
             return None
         return self._open_turn(role, location)
 
-    @contextmanager
+    @block
     def _open_turn(self, role: str, location: SourceLocation | None) -> Iterator[None]:
         self._core.append(RoleExpr(role, True), location)
         yield  # after an exception the turn stays open: the program is over
@@ -111,7 +113,7 @@ class StateBase:
             value.refuse("it is kept")
         self._core.define(name, Set(value))
 
-    @contextmanager
+    @block
     def var_scope(self, name: str) -> Iterator[None]:
         """Capture the text that is appended inside the `with` (markers of chat turns are not part of it)."""
         core = self._core
@@ -131,12 +133,16 @@ class StateBase:
         children = self._core.fork(size, user_location())
         return ProgramStateGroup([type(self)(self._program, child) for child in children], self)
 
-    @contextmanager
+    @block
     def copy(self, position_ids_offset: Sequence[int] | None = None) -> Iterator[Self]:
         """One fork, joined at the end of the `with`."""
         group = self.fork(1, position_ids_offset)
         yield group[0]
         group.join()
+
+    def _nothing(self) -> Any:
+        """What a method gives that does not wait."""
+        return None
 
     def mark(self) -> Point:
         """This place of the prompt, for `rewind`. Costs nothing."""
@@ -369,7 +375,7 @@ class ProgramState(StateBase, Generic[R_co]):
 
         `program.run(...)` in a body starts from an empty prompt instead.
         """
-        return cast(R, program._body_on(self, args, kwargs))
+        return cast(R, body_of(program)(self, args, kwargs))
 
     # --- the whole state ---
 
@@ -460,8 +466,7 @@ class ProgramState(StateBase, Generic[R_co]):
 
     def _whole(self, name: str) -> Any:
         """The text of a capture, or the value of another variable."""
-        return self._read(name, lambda found: variables.text_of(found) if isinstance(found, Capture) else
-                          variables.resolve(found))  # fmt: skip
+        return self._read(name, variables.streamed)
 
     async def text_async_iter(self, var_name: str | None = None, return_meta_data: bool = False) -> AsyncIterator[Any]:
         """`text_iter` for `async for`, without a thread that waits.
@@ -474,7 +479,7 @@ class ProgramState(StateBase, Generic[R_co]):
         if not self._program.body_running:
             self._program.flush()
         if not self._program.options.stream:
-            raise InvalidProgram("text_async_iter needs a streaming run", hint="run the program with stream=True")
+            raise InvalidProgram("text is streamed by a streaming run alone", hint="run the program with stream=True")
         num_tokens = 0
         async for piece in iterate_async(self._program, self._cursor(var_name)):
             num_tokens += len(piece.token_ids)
@@ -513,6 +518,22 @@ class ProgramState(StateBase, Generic[R_co]):
         core, program = self._core, self._program
         whole = core.number == MAIN_BRANCH and (program.closing or program.body_running)
         return None if whole else [core]
+
+
+def body_of(program: object) -> Callable[..., Any]:
+    """What runs the body of a program on a state.
+
+    Raises:
+        InvalidProgram: it is no `@sgl.function`.
+    """
+    run: Callable[..., Any] | None = getattr(program, "_body_on", None)
+    if run is None:
+        raise InvalidProgram(
+            f"s.call got {program!r}; expected a program",
+            hint="decorate it with @sgl.function, or call it as the plain function that it is: helper(s, ...)",
+            location=user_location(),
+        )
+    return run
 
 
 def outer_state(state: ProgramState[Any]) -> ProgramState[Any]:

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from sgl.lang.graph import Sampling
+
+if TYPE_CHECKING:
+    import regex
 
 _SEES_THE_END = re.compile(r"[$^]|\\[bBAZ]|\(\?")
 """In a pattern: what may match at the end of a text, and no longer when it goes on (and some harmless groups)."""
@@ -55,10 +58,36 @@ def _first_string(text: str, stop: str, floor: int) -> tuple[int, int] | None:
 def _first_end(pattern: re.Pattern[str], text: str, floor: int, last: int) -> int | None:
     """Where the text first contains a match, read character by character, up to `last`."""
     if _SEES_THE_END.search(pattern.pattern):
-        return next((end for end in range(floor + 1, last + 1) if pattern.search(text, floor, end)), None)
+        return _first_end_looking(pattern, text, floor, last)
     if pattern.search(text, floor, last) is None:
         return None
     # A longer text still contains what a shorter one did, so the first end can be found by halving.
     return bisect_left(
         range(last + 1), True, lo=floor + 1, key=lambda end: pattern.search(text, floor, end) is not None
     )
+
+
+def _first_end_looking(pattern: re.Pattern[str], text: str, floor: int, last: int) -> int | None:
+    """`_first_end` for a pattern that is asked at every end, from where a match can still begin."""
+    live = _begins(pattern.pattern)
+    for end in range(floor + 1, last + 1):
+        if pattern.search(text, floor, end) is not None:
+            return end
+        while live is not None and floor < end and live.match(text, floor, end, partial=True) is None:
+            floor += 1  # no longer text has a match from here
+    return None
+
+
+def _begins(pattern: str) -> regex.Pattern[str] | None:
+    """What matches, in part or in full, wherever a match of `pattern` may begin; `None` where that is not known.
+
+    A partial match does not allow for a word boundary that only the next character makes, so those are left out; where
+    that would forbid more (in what must not follow) or be something else (in brackets), nothing is known.
+    """
+    import regex  # here: `import sgl` stays light
+
+    if re.search(r"\\[bB]", pattern):
+        if re.search(r"\(\?<?!|\[[^\]]*\\[bB]|\[\^?\]|\\\]", pattern):
+            return None
+        pattern = re.sub(r"\\(.)", lambda found: "(?:)" if found[1] in "bB" else found[0], pattern, flags=re.DOTALL)
+    return regex.compile(pattern)

@@ -185,10 +185,8 @@ def piece_meta(piece: Piece, num_tokens: int) -> dict[str, Any]:
     """The meta information of a piece after `num_tokens` tokens in all; of the last one, everything."""
     info: dict[str, Any] = {"completion_tokens": num_tokens} if piece.value is None else meta_info(piece.value)
     info["output_ids"] = list(piece.token_ids)
-    if piece.logprobs:
+    if piece.logprobs or "output_token_logprobs" in info:
         info["output_token_logprobs"] = [(entry.logprob, entry.token_id, None) for entry in piece.logprobs]
-    else:
-        info.pop("output_token_logprobs", None)
     return info
 
 

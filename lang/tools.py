@@ -94,9 +94,20 @@ class Toolbox:
             if not inspect.isroutine(function):
                 raise InvalidParameter(f"{function!r} is no function", hint="wrap it in a def", param="tools")
         self.is_open = fmt is None
-        self.format: ToolFormat = tool_format(fmt or DEFAULT_TOOL_FORMAT)
+        try:
+            self.format: ToolFormat = tool_format(fmt or DEFAULT_TOOL_FORMAT)
+        except InvalidParameter as error:
+            raise InvalidParameter(
+                f"tool_format is {fmt!r}; expected a format of tool calls", hint=error.hint, param="tool_format"
+            ) from None
         self.functions = {function.__name__: function for function in functions}
         self.tools = tools_of(functions)
+        if choice not in ("auto", "none", "required", *self.functions):
+            raise InvalidParameter(
+                f"tool_choice is {choice!r}; expected 'auto', 'none', 'required' or one of the tools "
+                f"{', '.join(map(repr, self.functions))}",
+                param="tool_choice",
+            )
         self.choice = choice
         self.parallel = parallel
         self._others: dict[str, Toolbox] = {}  # by format

@@ -16,6 +16,7 @@ import asyncio
 import inspect
 import re
 import threading
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -280,6 +281,18 @@ def trace_body(
     graph = _resolved(recorder.nodes, markers)
     outputs = {} if stopped is not None else _outputs(state, markers)
     return Trace(function.__name__, graph, opened, outputs, recorder.values, max(1, recorder.num_fragments), stopped)
+
+
+def tell_unused(assume: Assumed | None, traces: Iterable[Trace]) -> None:
+    """Warn of a name that values were assumed for, and that no trace, gone through to its end, has generated."""
+    made: set[str] = set()
+    for trace in traces:
+        if trace.stopped is not None:
+            return
+        made.update(node.name for node in trace.graph.nodes if isinstance(node, (Gen, Select)))
+    if unused := [name for name in assume or () if name not in made]:
+        known = ", ".join(sorted(made)) or "nothing"
+        warnings.warn(f"a value is assumed for {unused[0]!r}, which is not generated ({known})", stacklevel=3)
 
 
 def _open_parameters(

@@ -97,6 +97,11 @@ def resolve(variable: Variable) -> Any:
             return [resolve(item) for item in variable.variables]
 
 
+def streamed(variable: Variable) -> Any:
+    """What a stream of `name` gives in one piece: the text of a capture, or the value of another variable."""
+    return variable.text if isinstance(variable, Capture) else resolve(variable)
+
+
 def texts(variable: Variable) -> Any:
     """`resolve`, with texts in the place of typed values; `None` for reasoning, which is a part of another text."""
     match variable:

@@ -325,3 +325,62 @@ def test_tasks_take_reads_and_a_started_run_gives_what_its_body_returned():
         return await state.ret_value
 
     assert asyncio.run(main()) == ["1", "2", "1"]
+
+
+@sgl.function
+def noted(s):
+    s += "note " + sgl.gen("note")
+    return s["note"]
+
+
+def test_what_does_not_wait_may_be_awaited_all_the_same():
+    @sgl.function
+    async def program(s):
+        async with s.user():
+            s += "hi"
+        async with s.var_scope("said"):
+            s += "so "
+        async with s.copy() as other:
+            other += sgl.gen("aside")
+        forks = s.fork(2)
+        forks += sgl.gen("part")
+        await forks.join()
+        return await s["said"], await s["aside"], await s["part"], await s.call(noted)
+
+    state = program.run(backend=sgl.MockBackend({"aside": "a", "part": "p", "note": "n"}))
+    assert state.ret_value == ("so ", ["a"], ["p", "p"], "n")
+
+    @sgl.function
+    def quiet(s):
+        s += "q"
+
+    @sgl.function
+    async def forgets(s):
+        return s.call(quiet)
+
+    with pytest.raises(InvalidProgram, match=r"s.call\(...\) has to be awaited"):
+        forgets.run(backend=sgl.MockBackend())
+
+
+def test_a_body_that_is_not_streamed_reads_its_texts_in_one_piece():
+    @sgl.function
+    async def program(s):
+        s += "x" + sgl.gen("a")
+        return [[piece async for piece in s.text_iter(name)] for name in ("a", None)]
+
+    for stream in (False, True):
+        state = program.run(backend=sgl.MockBackend(["b c"]), stream=stream)
+        assert ["".join(pieces) for pieces in state.ret_value] == ["b c", "xb c"]
+
+
+def test_the_last_piece_has_a_list_of_log_probabilities_as_the_others_do():
+    @sgl.function
+    def program(s):
+        s += sgl.gen("a", return_logprob=True)
+
+    async def read() -> list[tuple[str, int]]:
+        state = program.run(backend=sgl.MockBackend(["p q r"]), stream=True)
+        pairs = state.text_async_iter("a", return_meta_data=True)
+        return [(piece, len(meta["output_token_logprobs"])) async for piece, meta in pairs]
+
+    assert asyncio.run(read()) == [("p", 1), (" q", 1), (" r", 1), ("", 0)]

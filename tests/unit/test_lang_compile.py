@@ -102,6 +102,12 @@ def test_a_file_that_makes_no_sense_is_refused(change: tuple[bytes, bytes], mess
         CompiledProgram.from_json(data.replace(*change, 1))
 
 
+def test_a_file_without_a_protocol_is_refused():
+    bare = judge.compile().to_json().replace(b'"protocol":1', b'"other":1')
+    with pytest.raises(InvalidProgram, match="protocol is missing"):
+        CompiledProgram.from_json(bare)
+
+
 def test_arguments_are_checked():
     program = judge.compile()
     wrong = [({}, "missing"), ({"essay": "x", "topic": "y"}, "no parameter"), ({"essay": []}, "text")]

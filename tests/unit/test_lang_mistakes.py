@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import functools
 import gc
+import pickle
+import random
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -13,7 +16,9 @@ import numpy as np
 import pytest
 
 import sgl
-from sgl.errors import DeadlineExceeded, InvalidParameter, InvalidProgram
+from sgl.errors import DeadlineExceeded, InternalError, InvalidParameter, InvalidProgram, InvalidRequest
+from sgl.lang.sampling import Sampling
+from sgl.lang.stops import first_stop
 
 
 def program(body: Callable[[Any], object]) -> sgl.SglFunction:
@@ -195,3 +200,128 @@ def test_the_last_run_is_that_of_the_program_also_when_it_failed():
     with pytest.raises(InvalidProgram):
         program.run(backend=sgl.MockBackend())
     assert program.last_run.to_html() != one.last_run.to_html(), "another function of the same name"
+
+
+def one_program() -> sgl.SglFunction:
+    @sgl.function
+    def one(s, i=0):
+        s += "x" + sgl.gen("a")
+
+    return one
+
+
+@pytest.mark.parametrize(
+    ("slip", "message"),
+    [
+        (lambda s, one: one(s, i=1), r"to go on with that state: s.call\(one, ...\)"),
+        (lambda s, one: s.call(lambda s: 3), r"s.call got .*decorate it with @sgl.function"),
+        (lambda s, one: s.assistant(s.fork(2)), "a fork's group of states cannot be appended.*join it"),
+        (lambda s, one: s.assistant(one), r"SglFunction.*s.call\(program, ...\) runs it on this state"),
+        (lambda s, one: s.tools([add], tool_format="zz"), "tool_format is 'zz'"),
+        (lambda s, one: s.tools([add], tool_choice="zz"), "tool_choice is 'zz'.*one of the tools 'add'"),
+        (lambda s, one: sgl.gen("a", tool_choice="add"), "tool_choice is given without tools"),
+        (lambda s, one: sgl.separate_reasoning(sgl.gen("a"), "foo"), "model_type is 'foo'"),
+        (lambda s, one: sgl.gen("a", type="int"), "type is given as text: 'int'"),
+        (lambda s, one: sgl.gen("a", type=list["int"]), "type is given as text: 'int' in list"),
+        (lambda s, one: sgl.gen("a", json_schema=3), "json_schema is 3; expected JSON text"),
+        (lambda s, one: one.run(backend=sgl.MockBackend), "is the class MockBackend; expected an instance"),
+        (lambda s, one: sgl.flush_cache(3), "backend is 3; expected an engine"),
+        (lambda s, one: one.run_batch([{"i": 1, "temperature": 0.5}]), r"run_batch\(rows, temperature=...\)"),
+        (lambda s, one: one.explain(rows=3), "rows is 3; expected a list of rows"),
+        (lambda s, one: sgl.Recorder("/none/such/run.json"), "'/none/such' does not exist"),
+    ],
+)
+def test_a_slip_is_told_what_to_write(slip: Callable[[Any, Any], Any], message: str):
+    @sgl.function
+    def program(s):
+        slip(s, one_program())
+
+    with pytest.raises(InvalidRequest, match=message):
+        program.run(backend=sgl.MockBackend())
+
+
+def add(a: int, b: int) -> int:
+    "Add two numbers."
+    return a + b
+
+
+def test_a_state_is_no_sequence():
+    with pytest.raises(TypeError, match="not iterable"):
+        list(one_program().run(backend=sgl.MockBackend()))
+
+
+def test_the_error_of_a_mock_names_the_generation():
+    with pytest.raises(InternalError, match="'a' fails as it was told to: OSError: x"):
+        one_program().run(backend=sgl.MockBackend(errors={"a": OSError("x")}))
+
+
+def test_a_value_assumed_for_no_generation_is_told_of():
+    one = one_program()
+    for look in (one.trace, functools.partial(one.explain, backend=sgl.MockBackend())):
+        with pytest.warns(UserWarning, match=r"assumed for 'zz', which is not generated \(a\)"):
+            look(assume={"zz": "x", "a": "y"})
+
+
+def test_a_plan_that_ends_at_an_unknown_name_does_not_ask_for_its_value():
+    @sgl.function
+    def program(s):
+        s += "x"
+        s["zz"]
+
+    (blocker,) = program.explain(backend=sgl.MockBackend()).plan.blockers
+    assert "a run will fail there" in blocker.reason
+
+
+def test_list_append_in_a_compiled_program_is_an_error_that_says_so():
+    @sgl.function
+    def program(s):
+        for _ in range(2):
+            s += sgl.gen("a", list_append=True)
+
+    with pytest.raises(InvalidProgram, match="also with list_append"):
+        program.compile()
+
+
+@pytest.mark.parametrize("made", [int, float, bool, list[int], dict[str, int]])
+def test_a_typed_generation_goes_through_pickle(made: type):
+    expr = sgl.gen("a", type=made)
+    again = pickle.loads(pickle.dumps(expr))
+    text = {float: "1.5", bool: "True", list[int]: "[1]", dict[str, int]: '{"a": 1}'}.get(made, "1")
+    assert again.constraint == expr.constraint
+    assert again.form.read(text) == expr.form.read(text)
+
+
+def test_an_unknown_name_is_a_key_error_behind_pickle_too():
+    @sgl.function
+    def program(s):
+        s["zz"]
+
+    with pytest.raises(KeyError) as caught:
+        program.run(backend=sgl.MockBackend())
+    again = pickle.loads(pickle.dumps(caught.value))
+    assert isinstance(again, KeyError)
+    assert str(again) == str(caught.value)
+
+
+_ENDS = (
+    r"a\b",
+    r" \b",
+    r"[ab]\b ",
+    r"(?:b\b|a\B)+c?",
+    r"a(?!b\b)",
+    r"(?<=b)a$",
+    r"(?m)^b",
+    r"a(?=b.*c)",
+    r"(a)(?:b\b|c)\1",
+)
+
+
+@pytest.mark.parametrize("pattern", _ENDS)
+def test_a_stop_pattern_that_looks_at_the_end_stops_where_every_end_was_tried(pattern: str):
+    draw = random.Random(pattern)
+    for _ in range(100):
+        text = "".join(draw.choice("abc \n") for _ in range(draw.randrange(1, 14)))
+        matches = (re.search(pattern, text[:end]) for end in range(1, len(text) + 1))
+        first = next((match for match in matches if match is not None), None)
+        found = first_stop(text, Sampling(stop_regex=(pattern,)))
+        assert (found and (found.matched, found.end)) == (first and (first.group(), first.end())), text
