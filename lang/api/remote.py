@@ -21,7 +21,6 @@ import msgspec
 from sgl.errors import Cancelled, ConfigError, EngineDead, ErrorInfo, RemoteError, SglError, StateLost, Unsupported
 from sgl.lang.backend import EventSink
 from sgl.lang.graph import (
-    PROTOCOL,
     DoneEvent,
     Event,
     FailedEvent,
@@ -214,7 +213,7 @@ class RemoteSession:
                 return
             self._begun = True
             options = {**msgspec.to_builtins(self._options), "stream": self._options.stream}
-            first = {**body, "stream": True, "options": options, "protocol": PROTOCOL}
+            first = {**body, "stream": True, "options": options}
             self._stream = self._engine.run(self._follow(_encoded(first)))
 
     def read_state(self, branch: int) -> Future[StateText]:

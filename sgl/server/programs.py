@@ -49,7 +49,7 @@ class ProgramRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """`POST /v1/programs`.
 
     Attributes:
-        graph: the nodes, in place of `program`.
+        graph: the nodes with their `protocol` number, in place of `program`.
         program: a compiled program; its arguments are in `bindings`: one object, or a list of them for several runs.
         options: fields of `sgl.lang.graph.ProgramOptions`.
         finish: nothing follows; without it the program stays open for fragments (`stream` must be on).
@@ -62,7 +62,6 @@ class ProgramRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     options: dict[str, Any] = {}
     finish: bool = True
     stream: bool = False
-    protocol: int = PROTOCOL
 
 
 class FragmentRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
