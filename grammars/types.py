@@ -49,7 +49,7 @@ from sgl.grammars.pointers import pointer_of
 T = TypeVar("T")
 Schema = dict[str, Any]
 
-_SECONDS = r"[0-9]{1,2}(\.[0-9]{1,6})?S"
+_SECONDS = r"[0-9]{1,5}(\.[0-9]{1,6})?S"
 _CLOCK = rf"T([0-9]{{1,2}}H([0-9]{{1,2}}M)?({_SECONDS})?|[0-9]{{1,2}}M({_SECONDS})?|{_SECONDS})"
 _DURATION = rf"^-?P([0-9]{{1,3}}Y([0-9]{{1,6}}D)?({_CLOCK})?|[0-9]{{1,6}}D({_CLOCK})?|{_CLOCK})$"
 _SCALARS: dict[Any, Schema] = {

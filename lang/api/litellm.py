@@ -6,11 +6,11 @@ the extra `litellm`; what a provider can do is up to the caller to declare where
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
+from sgl import environment
 from sgl.errors import ConfigError
 from sgl.lang.api.capabilities import Capabilities
 from sgl.lang.api.openai import OpenAIClient
@@ -98,11 +98,11 @@ class VertexAI(LiteLLM):
     """
 
     def __init__(self, model_name: str, safety_settings: Any = None, **kwargs: Any) -> None:
-        project = os.environ.get("GCP_PROJECT_ID")
+        project = environment.read("GCP_PROJECT_ID")
         if not project:
             raise ConfigError("sgl.VertexAI needs a project", hint="set GCP_PROJECT_ID")
         if safety_settings is not None:
             kwargs["safety_settings"] = safety_settings
-        if location := os.environ.get("GCP_LOCATION"):
+        if location := environment.read("GCP_LOCATION"):
             kwargs["vertex_location"] = location
         super().__init__(f"vertex_ai/{model_name}", vertex_project=project, **kwargs)

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import base64
 import json
-import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+from sgl import environment
 from sgl.errors import (
     ConfigError,
     InvalidRequest,
@@ -113,7 +113,7 @@ class Crusoe(OpenAI):
         chat_template: str | ChatTemplate | None = None,
         **kwargs: Any,
     ) -> None:
-        key = api_key or os.environ.get("CRUSOE_API_KEY")
+        key = api_key or environment.read("CRUSOE_API_KEY")
         if not key:
             raise ConfigError("sgl.Crusoe needs a key", hint="give api_key=, or set CRUSOE_API_KEY", param="api_key")
         super().__init__(

@@ -302,6 +302,8 @@ class RemoteSession:
             return await self._engine.request(method, f"/v1/programs/{id}{path}", body)
 
     async def _read(self, branch: int) -> StateText:
+        if self._ended:
+            raise StateLost(f"branch {branch} is not there any more: the program has ended")
         try:
             state = await self._post("GET", f"/branches/{branch}")
         except SglError as error:

@@ -58,7 +58,7 @@ def until(engine: Engine, **least: int) -> None:
 
 def test_row_07_who_does_not_read_loses_the_request_and_nothing_piles_up(dummy_engine: Engine) -> None:
     before = dummy_engine.stats()
-    with serving(dummy_engine, stream_backlog=16) as served:
+    with serving(dummy_engine, send_buffer=4096, stream_backlog=16) as served:
         body = {**LONG, "max_tokens": 900, "stream": True, "n": 2, "logprobs": 20}
         line = post(served.port, "/v1/completions", body)
         try:

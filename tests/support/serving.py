@@ -32,9 +32,12 @@ class Served:
 
 
 @contextmanager
-def serving(engine: Engine, **options: Any) -> Iterator[Served]:
-    """Serve an engine with these server options until the block is left."""
+def serving(engine: Engine, *, send_buffer: int | None = None, **options: Any) -> Iterator[Served]:
+    """Serve an engine with these server options until the block is left; `send_buffer` bounds what the system takes off
+    the server for a client that does not read."""
     listener = socket.socket()
+    if send_buffer is not None:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
     listener.bind(("127.0.0.1", 0))
     port = listener.getsockname()[1]
     ready = threading.Event()
