@@ -200,9 +200,7 @@ def test_the_engine_refuses_them_at_its_start() -> None:
     given = config_from_mapping({"radix_eviction_policy_config": {"protected_threshold": 4}})
     assert given.radix_eviction_policy_config == '{"protected_threshold":4}', "a mapping is taken as its text"
     for wrong in (3, {"a": object()}):
-        with pytest.raises(
-            ConfigError, match=r"^radix_eviction_policy_config is .*\(give .* a JSON object: a mapping"
-        ):
+        with pytest.raises(ConfigError, match=r"^radix_eviction_policy_config is .*\(give .* a JSON object: a mapping"):
             config_from_mapping({"radix_eviction_policy_config": wrong})
     with pytest.raises(ConfigError, match="has no parameter"):
         resolved(radix_eviction_policy="lfu", radix_eviction_policy_config='{"protected_threshold": 4}')
