@@ -47,6 +47,7 @@ class Server:
 
     Attributes:
         model: its name in the API.
+        created: when this server began, for the list of models.
         draining: the process ends: nothing new is taken.
     """
 

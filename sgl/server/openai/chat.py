@@ -7,6 +7,7 @@ so that both say the same.
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -61,6 +62,7 @@ class Plan:
     reasoning: ReasoningFormat | None
     one_call: bool
     id: str = field(default_factory=lambda: new_id("chatcmpl"))
+    created: int = field(default_factory=lambda: int(time.time()))
     renderer: ModelRenderer | None = None
 
     @property
@@ -185,7 +187,7 @@ async def _whole(server: Server, plan: Plan, events: AsyncGenerator[Any, None]) 
     return {
         "id": plan.id,
         "object": "chat.completion",
-        "created": server.created,
+        "created": plan.created,
         "model": server.model,
         "choices": [_choice(plan, index, value) for index, value in enumerate(samples)],
         "usage": usage_body(samples),
@@ -279,7 +281,7 @@ async def _chunks(
     told: set[int] = set()
 
     def chunk(choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
-        head = {"id": plan.id, "object": "chat.completion.chunk", "created": server.created, "model": server.model}
+        head = {"id": plan.id, "object": "chat.completion.chunk", "created": plan.created, "model": server.model}
         return {**head, "choices": choices, **({"usage": None} if usage else {}), **more}
 
     def choice(sample: _Sample, delta: dict[str, Any], **more: Any) -> dict[str, Any]:

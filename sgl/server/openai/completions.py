@@ -6,6 +6,7 @@ events into OpenAI's objects. Choices are numbered prompt by prompt, sample by s
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -168,7 +169,7 @@ async def _whole(
     return {
         "id": new_id("cmpl"),
         "object": "text_completion",
-        "created": server.created,
+        "created": int(time.time()),
         "model": server.model,
         "choices": choices,
         "usage": _usage(samples),
@@ -208,7 +209,7 @@ async def _chunks(
     renderer: ModelRenderer | None,
     include_usage: bool,
 ) -> AsyncGenerator[dict[str, Any], None]:
-    head = {"id": new_id("cmpl"), "object": "text_completion", "created": server.created, "model": server.model}
+    head = {"id": new_id("cmpl"), "object": "text_completion", "created": int(time.time()), "model": server.model}
 
     def chunk(sample: Sample, text: str, logprobs: Any = None, **more: Any) -> dict[str, Any]:
         if not sample.told:
