@@ -54,7 +54,7 @@ class Source(NamedTuple):
         for place in (given, folder):
             for found in (path for pattern in patterns for path in sorted(place.glob(pattern))):
                 return found
-        kind = ["--no-binary", ":all:", "--no-build-isolation"] if self.is_sdist else ["--only-binary", ":all:"]
+        kind = ["--no-binary", name] if self.is_sdist else ["--only-binary", ":all:"]
         command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", *kind, "-d", str(folder)]
         subprocess.run([*command, self.requirement], check=True, timeout=300)
         return next(path for pattern in patterns for path in folder.glob(pattern))
