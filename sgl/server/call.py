@@ -10,12 +10,11 @@ import asyncio
 import hashlib
 import time
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import ExitStack
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -89,7 +88,7 @@ class Server:
                 self._renderer = await asyncio.to_thread(self.engine.renderer)
         return self._renderer
 
-    async def check_model(self, name: str | None) -> None:
+    def check_model(self, name: str | None) -> None:
         """Raise `ModelNotFound` unless `name` is the served model's, or none."""
         if name in (None, "", self.model, "default", str(self.info["model"])):
             return
@@ -148,7 +147,6 @@ class Call:
         key: the API key that it bears, if any.
 
     Attributes:
-        arrived: when, on the monotonic clock.
         warnings: about what was passed over (lenient mode); they go into the response.
     """
 
@@ -157,7 +155,6 @@ class Call:
         self.request = request
         self.id = id
         self.warnings: list[str] = []
-        self.arrived = time.monotonic()
         self.key = key
         self._stack = ExitStack()
 
@@ -210,10 +207,6 @@ class Call:
             return task.result()
         finally:
             await _end(task, gone)
-
-    async def on_thread(self, work: Callable[[], T]) -> T:
-        """The result of something that blocks."""
-        return await asyncio.to_thread(work)
 
     def json(self, value: Any, status: int = 200) -> Response:
         """An answer as JSON, with the warnings of this call."""
@@ -318,8 +311,3 @@ def new_id(prefix: str) -> str:
         True
     """
     return f"{prefix}-{uuid.uuid4().hex}"
-
-
-def dropped_none(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    """The pairs that have a value."""
-    return {name: value for name, value in pairs if value is not None and value is not msgspec.UNSET}

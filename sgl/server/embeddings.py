@@ -6,6 +6,7 @@ generates answers these routes with 501 and the reason.
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import struct
 from typing import Any, Literal
@@ -57,7 +58,7 @@ class RerankRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 @routes.post("/v1/embeddings", "user", EmbeddingsRequest)
 async def embeddings(call: Call, body: EmbeddingsRequest) -> Any:
     """Embeddings of texts."""
-    await call.server.check_model(body.model)
+    call.server.check_model(body.model)
     texts, ids = _inputs(body.input)
     outputs = await call.while_connected(call.server.engine.async_encode(texts, input_ids=ids, truncate=body.truncate))
     vectors = [_shortened(output["embedding"], body.dimensions) for output in outputs]
@@ -75,7 +76,7 @@ async def embeddings(call: Call, body: EmbeddingsRequest) -> Any:
 @routes.post("/encode", "user", EncodeRequest)
 async def encode(call: Call, body: EncodeRequest) -> Any:
     """Embeddings in SGLang's shape (see `sgl.Engine.encode`)."""
-    await call.server.check_model(body.model)
+    call.server.check_model(body.model)
     return await call.while_connected(
         call.server.engine.async_encode(body.text, input_ids=body.input_ids, truncate=body.truncate)
     )
@@ -84,21 +85,21 @@ async def encode(call: Call, body: EncodeRequest) -> Any:
 @routes.post("/classify", "user", EncodeRequest)
 async def classify(call: Call, body: EncodeRequest) -> Any:
     """Labels of texts with their shares (see `sgl.Engine.classify`)."""
-    await call.server.check_model(body.model)
+    call.server.check_model(body.model)
     engine = call.server.engine
     return await call.while_connected(
-        call.on_thread(lambda: engine.classify(body.text, input_ids=body.input_ids, truncate=body.truncate))
+        asyncio.to_thread(lambda: engine.classify(body.text, input_ids=body.input_ids, truncate=body.truncate))
     )
 
 
 @routes.post("/v1/rerank", "user", RerankRequest)
 async def rerank(call: Call, body: RerankRequest) -> Any:
     """Documents by their score with a query, best first."""
-    await call.server.check_model(body.model)
+    call.server.check_model(body.model)
     _check_count("documents", len(body.documents))
     engine = call.server.engine
     ranked = await call.while_connected(
-        call.on_thread(lambda: engine.rerank(body.query, body.documents, top_n=body.top_n, truncate=body.truncate))
+        asyncio.to_thread(lambda: engine.rerank(body.query, body.documents, top_n=body.top_n, truncate=body.truncate))
     )
     results = [
         {

@@ -200,7 +200,7 @@ def _with_text(entries: Any, renderer: ModelRenderer) -> Any:
 @routes.post("/tokenize", "user", TokenizeRequest)
 async def tokenize(call: Call, body: TokenizeRequest) -> Any:
     """The token ids of a text; special tokens in it are plain characters."""
-    await call.server.check_model(body.model)
+    call.server.check_model(body.model)
     texts = body.text if body.text is not None else body.prompt
     if texts is None or (body.text is not None and body.prompt is not None):
         raise InvalidParameter("give one of text and prompt", param="text")
@@ -215,7 +215,7 @@ async def tokenize(call: Call, body: TokenizeRequest) -> Any:
 @routes.post("/detokenize", "user", DetokenizeRequest)
 async def detokenize(call: Call, body: DetokenizeRequest) -> Any:
     """The text of token ids."""
-    await call.server.check_model(body.model)
+    call.server.check_model(body.model)
     tokenizer = (await call.server.renderer()).tokenizer
     single = not any(isinstance(each, list) for each in body.tokens)
     rows = [body.tokens] if single else body.tokens

@@ -106,7 +106,7 @@ class DecisionsRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
 @routes.post("/v1/score", "user", ScoreRequest)
 async def score(call: Call, body: ScoreRequest) -> Any:
     """The probability of each label after each item."""
-    await call.server.check_model(body.model)
+    call.server.check_model(body.model)
     items: list[Any] = [body.items] if isinstance(body.items, str) else body.items
     prompts = [_prompt(body, item, index) for index, item in enumerate(items)]
     labels = _labels(body.label_token_ids, len(items))
@@ -178,7 +178,7 @@ def _as_node(prompt: str | list[int]) -> Node:
 @routes.post("/v1/decisions", "user", DecisionsRequest)
 async def decisions(call: Call, body: DecisionsRequest) -> Any:
     """Answer questions about an input with probabilities."""
-    await call.server.check_model(body.model)
+    call.server.check_model(body.model)
     _check_questions(body.questions)
     _check_temperature(body.temperature)
     tokenizer = (await call.server.renderer()).tokenizer

@@ -13,6 +13,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 from uvicorn import Server as UvicornServer
@@ -94,18 +95,16 @@ def _url(config: ServerConfig, listener: socket.socket | None) -> str:
     return f"http://{host}:{port}"
 
 
-class _Uvicorn(UvicornServer):
+class WebServer(UvicornServer):
     """uvicorn without its own signal handling: the drain is ours."""
 
     def capture_signals(self) -> Any:
         """Nothing is captured."""
-        from contextlib import nullcontext
-
         return nullcontext()
 
 
 async def _run(server: Server, listener: socket.socket | None, say: Callable[[str], None]) -> int:
-    web = _Uvicorn(uvicorn_config(create_app(server), server.config))
+    web = WebServer(uvicorn_config(create_app(server), server.config))
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
     signals = 0

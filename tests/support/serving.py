@@ -16,7 +16,7 @@ from sgl.runtime.engine import Engine
 from sgl.server.app import create_app
 from sgl.server.call import Server
 from sgl.server.config import server_config
-from sgl.server.serve import _Uvicorn
+from sgl.server.serve import WebServer
 from sgl.server.transport import uvicorn_config
 
 START_S = 20.0
@@ -45,7 +45,7 @@ def serving(engine: Engine, *, send_buffer: int | None = None, **options: Any) -
 
     async def run() -> None:
         server = Server(engine, server_config(options))
-        web = _Uvicorn(uvicorn_config(create_app(server), server.config))
+        web = WebServer(uvicorn_config(create_app(server), server.config))
         held.update(server=server, web=web)
         task = asyncio.create_task(web.serve(sockets=[listener]))
         while not web.started:

@@ -78,7 +78,7 @@ class Plan:
 @routes.post("/v1/chat/completions", "user", ChatRequest)
 async def chat_completions(call: Call, body: ChatRequest) -> Any:
     """Answer a conversation."""
-    await call.server.check_model(body.model)
+    call.server.check_model(body.model)
     call.name(body.rid)
     plan = plan_chat(call, body)
     if plan.sampling.return_logprob:

@@ -56,7 +56,7 @@ class Sample:
 @routes.post("/v1/completions", "user", CompletionRequest)
 async def completions(call: Call, body: CompletionRequest) -> Any:
     """Continue texts."""
-    await call.server.check_model(body.model)
+    call.server.check_model(body.model)
     call.name(body.rid)
     if body.suffix:
         raise Unsupported("suffix is not served", hint="leave it out", param="suffix")
