@@ -11,6 +11,10 @@ pool need not be cleared and no sequence sees another's NaN.
 A layer may see a part of the context only (`window`), and bound its scores (`softcap`): both are arguments of the op. A
 window is another plan over the same slots, so the pool keeps all keys and values.
 
+A chunk may end in a *tree*: up to `MAX_TREE` drafted tokens, of which each sees the cached prefix, the chunk's tokens
+before the tree, and of the tree its own ancestors and itself. Which those are is an argument of the plan (`Ancestors`);
+what computes is the same op.
+
 Shapes: T tokens of the step, S slots of the pool, H query heads, K key/value heads, G = H / K, D head size, B rows of
 one token, L longest context among them, Q queries of one span.
 """
@@ -25,7 +29,48 @@ import numpy.typing as npt
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from sgl.errors import InternalError
 from sgl.kernels.workspace import capped_rows_at_once, rows_at_once
+
+Ancestors = npt.NDArray[np.uint64]
+"""Which tokens of a tree each of them sees: bit `j` of row `i` stands for the j-th. A token sees itself; parents come
+before their children. See `ancestors_of`."""
+MAX_TREE = 64
+"""Tokens of a tree at most: one bit each."""
+
+
+def ancestors_of(parents: Sequence[int]) -> Ancestors:
+    """The rows of a tree whose i-th token continues the one at `parents[i]`, or what is before the tree (-1).
+
+    Raises:
+        InternalError: more than `MAX_TREE` tokens, or a parent that does not come before its child.
+
+    Example:
+        >>> [bin(row) for row in ancestors_of([-1, 0, 0, 1])]
+        ['0b1', '0b11', '0b101', '0b1011']
+    """
+    if len(parents) > MAX_TREE:
+        raise InternalError(f"a tree has {len(parents)} tokens; expected at most {MAX_TREE}")
+    rows: list[int] = []
+    for index, parent in enumerate(parents):
+        if not -1 <= parent < index:
+            raise InternalError(f"token {index} of a tree has parent {parent}; expected one before it, or -1")
+        rows.append((rows[parent] if parent >= 0 else 0) | 1 << index)
+    return np.array(rows, dtype=np.uint64)
+
+
+def chunk_positions(start: int, length: int, ancestors: Ancestors | None = None) -> npt.NDArray[np.int32]:
+    """Position of each token of a chunk in its text: in a tree one behind its parent, whatever slot it lies in.
+
+    Example:
+        >>> chunk_positions(7, 3).tolist(), chunk_positions(7, 4, ancestors_of([-1, 0, 0])).tolist()
+        ([7, 8, 9], [7, 8, 9, 9])
+    """
+    positions = np.arange(start, start + length, dtype=np.int32)
+    if ancestors is not None and len(ancestors):
+        depths = np.bitwise_count(ancestors).astype(np.int32)
+        positions[-len(ancestors) :] = positions[-len(ancestors)] + depths - 1
+    return positions
 
 
 @dataclass(frozen=True)
@@ -37,6 +82,17 @@ class Span:
     slots: torch.Tensor
     mask: torch.Tensor | None
     """`[queries, context]`, true where a query may look; `None` when the queries are the whole context."""
+    tree: torch.Tensor | None = None
+    """`[N, N]`, true where one of the last N tokens sees another of them, when these are a tree. It is in `mask`, too."""
+
+    @property
+    def positions(self) -> torch.Tensor:
+        """`[context]`, each key's position in its text."""
+        positions_L = torch.arange(len(self.slots), device=self.slots.device)
+        if self.tree is not None:
+            size = len(self.tree)
+            positions_L[-size:] = len(self.slots) - size + self.tree.sum(dim=1) - 1
+        return positions_L
 
 
 @dataclass(frozen=True)
@@ -84,9 +140,13 @@ def _windowed_span(span: Span, window: int) -> Span:
         return span
     first_query = context - num_queries
     first_key = max(0, first_query - window + 1)
-    queries_Q1 = torch.arange(first_query, context, device=span.slots.device)[:, None]
-    keys_L = torch.arange(first_key, context, device=span.slots.device)
-    mask_QL = (keys_L <= queries_Q1) & (keys_L > queries_Q1 - window)
+    positions_L = span.positions
+    queries_Q1 = positions_L[first_query:, None]
+    mask_QL = positions_L[first_key:] > queries_Q1 - window
+    if span.mask is None:
+        mask_QL = mask_QL.tril(diagonal=first_query - first_key)
+    else:
+        mask_QL &= span.mask[:, first_key:]
     return Span(span.begin, span.end, span.slots[first_key:], mask_QL)
 
 
@@ -96,18 +156,22 @@ def plan_attention(
     page_tables: Sequence[npt.NDArray[np.int32]],
     page_size: int,
     device: torch.device | str = "cpu",
+    ancestors: Sequence[Ancestors | None] | None = None,
 ) -> AttentionPlan:
     """Plan a step of chunks: chunk `i` computes positions `starts[i] .. starts[i] + lengths[i]` of its sequence.
 
     Args:
         page_tables: per chunk the pages of its sequence, at least up to the chunk's end.
+        ancestors: per chunk the tree that its last tokens are; `None` where there is none, or for all. A tree lies in
+            slots one after another, as if its tokens stood at positions one after another; see `chunk_positions`.
     """
     writes: list[npt.NDArray[np.int64]] = []
     rows: list[int] = []
     contexts: list[npt.NDArray[np.int64]] = []
     spans: list[Span] = []
     begin = 0
-    for start, length, table in zip(starts, lengths, page_tables, strict=True):
+    trees = [None] * len(starts) if ancestors is None else ancestors
+    for start, length, table, bits in zip(starts, lengths, page_tables, trees, strict=True):
         end = start + length
         slots = slots_of(table, page_size, 0, end)
         writes.append(slots[start:])
@@ -115,10 +179,13 @@ def plan_attention(
             rows.append(begin)
             contexts.append(slots)
         else:
-            mask = None
-            if start > 0:
+            mask, tree = None, None
+            if start > 0 or bits is not None:
                 mask = torch.ones(length, end, dtype=torch.bool, device=device).tril(diagonal=start)
-            spans.append(Span(begin, begin + length, torch.from_numpy(slots).to(device), mask))
+            if mask is not None and bits is not None:
+                tree = torch.from_numpy(seen_in_tree(bits, length)).to(device)
+                mask[-len(tree) :, -len(tree) :] = tree
+            spans.append(Span(begin, begin + length, torch.from_numpy(slots).to(device), mask, tree))
         begin += length
 
     longest = max((len(context) for context in contexts), default=0)
@@ -137,6 +204,22 @@ def plan_attention(
         single_mask=single_mask,
         spans=tuple(spans),
     )
+
+
+def seen_in_tree(ancestors: Ancestors, length: int) -> npt.NDArray[np.bool_]:
+    """`[N, N]`, true where the i-th token of a tree sees the j-th.
+
+    Raises:
+        InternalError: the tree is longer than its chunk or than `MAX_TREE`, or a token does not see itself, or sees a
+            later one.
+    """
+    size = len(ancestors)
+    if not 1 <= size <= min(length, MAX_TREE):
+        raise InternalError(f"a tree has {size} tokens; expected 1 to {min(length, MAX_TREE)}, those of its chunk")
+    seen = (ancestors[:, None] >> np.arange(size, dtype=np.uint64)) & np.uint64(1) > 0
+    if not seen.diagonal().all() or np.triu(seen, 1).any() or (ancestors >> np.uint64(size - 1) > np.uint64(1)).any():
+        raise InternalError("a token of a tree must see itself and none behind it; make the rows with ancestors_of")
+    return seen
 
 
 def slots_of(page_table: npt.NDArray[np.int32], page_size: int, start: int, end: int) -> npt.NDArray[np.int64]:

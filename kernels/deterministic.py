@@ -63,7 +63,8 @@ def paged_attention(
     for span in plan.spans:
         query_BNHD = query_THD[span.begin : span.end].unsqueeze(0)
         lengths_B = torch.tensor([len(span.slots)], device=query_THD.device)
-        mixed_BNHD = _attend(query_BNHD, keys_SKD, values_SKD, _whole_blocks(span.slots.unsqueeze(0)), lengths_B, sight)
+        slots_BL = _whole_blocks(span.slots.unsqueeze(0))
+        mixed_BNHD = _attend(query_BNHD, keys_SKD, values_SKD, slots_BL, lengths_B, sight, span.tree)
         out_THD[span.begin : span.end] = mixed_BNHD[0]
     return out_THD
 
@@ -103,8 +104,9 @@ def _attend(
     slots_BL: torch.Tensor,
     lengths_B: torch.Tensor,
     sight: _Sight,
+    tree: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The last N positions of sequences whose whole context lies in `slots_BL`."""
+    """The last N positions of sequences whose whole context lies in `slots_BL`; the last of one may be a tree."""
     num_sequences, num_queries, num_heads, head_dim = query_BNHD.shape
     num_kv_heads = keys_SKD.shape[1]
     group = num_heads // num_kv_heads
@@ -118,7 +120,10 @@ def _attend(
     last_B1 = (lengths_B - 1)[:, None]
     back_M = torch.zeros(rows, dtype=torch.int64, device=slots_BL.device)
     back_M[:num_rows] = torch.arange(num_queries - 1, -1, -1, device=slots_BL.device).repeat_interleave(group)
-    position_BM = last_B1 - back_M
+    place_BM = last_B1 - back_M
+    length = int(lengths_B[0]) if tree is not None else 0
+    hidden_by_tree_ML, positions_L = _in_tree(tree, place_BM[0], length, slots_BL.shape[1])
+    position_BM = positions_L[place_BM]
 
     # Finite, so that a block of which a row sees nothing leaves its sums as they are, to the bit.
     top_RM1 = query_RMD.new_full((batch, rows, 1), torch.finfo(query_RMD.dtype).min)
@@ -128,10 +133,12 @@ def _attend(
         block_BL = slots_BL[:, begin : begin + BLOCK]
         key_RLD = keys_SKD[block_BL].transpose(1, 2).reshape(batch, BLOCK, head_dim)
         value_RLD = values_SKD[block_BL].transpose(1, 2).reshape(batch, BLOCK, head_dim)
-        key_positions_L = torch.arange(begin, begin + BLOCK, device=slots_BL.device)
-        hidden_BML = key_positions_L > position_BM[:, :, None]
+        block = slice(begin, begin + BLOCK)
+        hidden_BML = torch.arange(begin, begin + BLOCK, device=slots_BL.device) > place_BM[:, :, None]
+        if hidden_by_tree_ML is not None:
+            hidden_BML |= hidden_by_tree_ML[:, block]
         if sight.window:
-            hidden_BML |= key_positions_L <= position_BM[:, :, None] - sight.window
+            hidden_BML |= positions_L[block] <= position_BM[:, :, None] - sight.window
         hidden_RML = hidden_BML.repeat_interleave(num_kv_heads, dim=0)
         score_RML = _products(query_RMD, key_RLD.transpose(1, 2), blocks)
         if sight.softcap:
@@ -146,6 +153,22 @@ def _attend(
     mixed_RMD = (mixed_RMD / mass_RM1)[:, :num_rows]
     mixed_BKNGD = mixed_RMD.reshape(num_sequences, num_kv_heads, num_queries, group, head_dim)
     return mixed_BKNGD.transpose(1, 2).reshape(query_BNHD.shape)
+
+
+def _in_tree(
+    tree: torch.Tensor | None, place_M: torch.Tensor, length: int, num_slots: int
+) -> tuple[torch.Tensor | None, torch.Tensor]:
+    """Of queries at places `place_M` of a sequence of `length` that ends in a tree: what the tree hides from each
+    (`[M, L]`; `None` without one), and the position of each place in its text."""
+    positions_L = torch.arange(num_slots, device=place_M.device)
+    if tree is None:
+        return None, positions_L
+    first = length - len(tree)
+    positions_L[first:length] = first + tree.sum(dim=1) - 1
+    hidden_ML = torch.zeros(len(place_M), num_slots, dtype=torch.bool, device=place_M.device)
+    of_tree = place_M >= first
+    hidden_ML[of_tree, first:length] = ~tree[place_M[of_tree] - first]
+    return hidden_ML, positions_L
 
 
 def _products(left_RML: torch.Tensor, right_RLN: torch.Tensor, blocks: int) -> torch.Tensor:

@@ -8,6 +8,10 @@
 // prompt) are computed together: keys and values are then read once.
 //
 // A page's keys and values are [positions, kv_heads, dim], float or bfloat16. Nothing beyond a context is read.
+//
+// The last tokens of a chunk may be a tree, of which each sees its ancestors only: their scores against others are
+// minus infinity, so a chain has the bits that it has without being called a tree. A tree of 64 that begins with a block
+// ends with it, and a later block holds the query's own key: no query meets a block of which it sees nothing.
 #pragma once
 
 #include <algorithm>
@@ -26,6 +30,10 @@ constexpr int64_t FEW = 64;  // heads whose splits one member joins faster than 
 struct Chunk {
     int64_t start, length;
     const int32_t* pages;
+    const uint64_t* ancestors;  // of the last `tree` tokens, or null: bit j of row i says that the i-th sees the j-th
+    int64_t tree;
+
+    int64_t first_of_tree() const { return start + length - (ancestors ? tree : 0); }
 };
 
 struct Heads {
@@ -45,8 +53,15 @@ struct Heads {
 struct Task {
     int64_t row, rows, position, step, split;  // token i is at position + i * step
     const int32_t* pages;
+    const uint64_t* ancestors = nullptr;  // of the tokens from position `tree` on
+    int64_t tree = 0;
 
     int64_t limit(int64_t i) const { return position + i * step + 1; }
+    // What the i-th sees of the tree; everything when it comes before.
+    uint64_t sees(int64_t i) const {
+        int64_t node = limit(i) - 1 - tree;
+        return ancestors && node >= 0 ? ancestors[node] : ~uint64_t(0);
+    }
 };
 
 // What a query has seen so far: the weighted sum of values, the largest score, the sum of weights.
@@ -59,6 +74,18 @@ struct Seen {
     void clear() const {
         std::fill(mixed, mixed + wide + 2, 0.0f);
         top() = -INFINITY;
+    }
+};
+
+// Of the keys of a block, those of a tree that begins with key `first` which a query does not see.
+struct Hidden {
+    uint64_t sees = ~uint64_t(0);
+    int64_t first = KEYS;
+
+    void take_from(float* scores, int64_t count) const {
+        for (int64_t k = std::max<int64_t>(0, first); k < count; k++) {
+            if (!(sees >> (k - first) & 1)) scores[k] = -INFINITY;
+        }
     }
 };
 
@@ -92,7 +119,8 @@ class Attention {
             }
             for (int64_t i = 0; i < chunk->length; i += QUERIES) {
                 int64_t rows = std::min(QUERIES, chunk->length - i);
-                tasks_.push_back({row + i, rows, chunk->start + i, 1, -1, chunk->pages});
+                tasks_.push_back({row + i, rows, chunk->start + i, 1, -1, chunk->pages, chunk->ancestors,
+                                  chunk->first_of_tree()});
             }
         }
         std::reverse(tasks_.begin(), tasks_.end());  // the longest first: what is left at the end is short
@@ -235,6 +263,13 @@ class Attention {
             auto visible = [&](int64_t i) { return std::min(there, task.limit(i / group) - begin); };
             for (int64_t i = 0; i < count;) {
                 int64_t keys_seen = visible(i), same = 1;
+                if (task.ancestors && begin + keys_seen > task.tree && keys_seen > 0) {
+                    Hidden hidden{task.sees(i / group), task.tree - begin};
+                    Seen state = state_of(i);
+                    look<1>(queries + i * wide_, key_block, value_block, keys_seen, scores, &state, hidden);
+                    i++;
+                    continue;
+                }
                 while (same < TOGETHER && i + same < count && visible(i + same) == keys_seen) same++;
                 if (same < TOGETHER) same = std::min<int64_t>(same, 2);
                 if (keys_seen > 0) {
@@ -326,8 +361,9 @@ class Attention {
     // What Q queries see in the first `count` keys of a block: each the same as alone, but keys and values are read once.
     template <int Q>
     SGL_OUTLINE void look(const float* queries, const float* keys, const float* values, int64_t count, float* scores,
-                          const Seen* seen) const {
+                          const Seen* seen, const Hidden& hidden = Hidden()) const {
         score<Q>(queries, keys, count, scores);
+        if (Q == 1) hidden.take_from(scores, count);
         for (int q = 0; q < Q; q++) weigh(count, scores + q * KEYS, seen[q]);
         constexpr int WIDE = (MANY_REGISTERS ? 16 : 8) / Q;  // vectors of each query's sum that are under way
         int64_t d = 0;

@@ -18,6 +18,7 @@ import numpy.typing as npt
 import torch
 
 from sgl.errors import InternalError
+from sgl.kernels.attention import Ancestors, seen_in_tree
 from sgl.kernels.native.library import library
 from sgl.kernels.native.weights import PackedWeight
 
@@ -29,6 +30,8 @@ class CChunk(ctypes.Structure):
         ("start", ctypes.c_int64),
         ("length", ctypes.c_int64),
         ("pages", ctypes.c_void_p),
+        ("ancestors", ctypes.c_void_p),
+        ("tree", ctypes.c_int64),
     ]
 
 
@@ -53,7 +56,8 @@ class NativePlan:
     num_tokens: int
     page_size: int
     tables: tuple[npt.NDArray[np.int32], ...]
-    """What `chunks` points to."""
+    """What `chunks` points to, and the trees that it points to."""
+    ancestors: tuple[Ancestors | None, ...] = ()
 
     @cached_property
     def write_slots(self) -> torch.Tensor:
@@ -73,20 +77,26 @@ def plan_attention(
     page_tables: Sequence[npt.NDArray[np.int32]],
     page_size: int,
     device: torch.device | str = "cpu",
+    ancestors: Sequence[Ancestors | None] | None = None,
 ) -> NativePlan:
     """As `sgl.kernels.attention.plan_attention`, for these kernels.
 
     Raises:
-        InternalError: a page table ends before its chunk.
+        InternalError: a page table ends before its chunk; a tree that is none (`seen_in_tree`).
     """
     tables = tuple(np.ascontiguousarray(table, dtype=np.int32) for table in page_tables)
+    trees = tuple(None if bits is None else np.ascontiguousarray(bits, dtype=np.uint64) for bits in ancestors or ())
     chunks = (CChunk * len(starts))()
     for chunk, start, length, table in zip(chunks, starts, lengths, tables, strict=True):
         if len(table) * page_size < start + length:
             raise InternalError(f"{len(table)} pages of {page_size} do not reach position {start + length}")
         chunk.start, chunk.length = start, length
         chunk.pages = table.__array_interface__["data"][0]  # `table.ctypes` costs ten times as much
-    return NativePlan(chunks, sum(lengths), page_size, tables)
+    for chunk, bits in zip(chunks, trees, strict=False):
+        if bits is not None:
+            seen_in_tree(bits, chunk.length)
+            chunk.ancestors, chunk.tree = bits.__array_interface__["data"][0], len(bits)
+    return NativePlan(chunks, sum(lengths), page_size, tables, trees)
 
 
 def linear(x_TN: torch.Tensor, weight: PackedWeight) -> torch.Tensor:
