@@ -25,7 +25,7 @@ back on the other side. Standard library and msgspec only, so that every room ma
     |   +-- MethodNotAllowed        405
     |   +-- BodyTimeout             408
     |   +-- BodyTooLarge            413
-    |   +-- Unsupported             501  this backend cannot execute that node
+    |   +-- Unsupported             400  this backend cannot execute that node
     +-- ConfigError                 400  engine fields, flags, environment
     +-- ModelError                  500  a model cannot be used
     |   +-- ModelNotFound           404
@@ -41,7 +41,7 @@ back on the other side. Standard library and msgspec only, so that every room ma
     |   +-- SlowReader              503  a stream that its client does not read
     +-- StateLost                   410  a state handle that is expired or belongs to another engine
     +-- Cancelled                   499  the caller (or the end of its program) cancelled it
-    +-- DeadlineExceeded            504
+    +-- DeadlineExceeded            408  the caller's own
     +-- GenerationError             500  the model produced something unusable
     |   +-- InvalidLogits                NaN or no finite logit in one row; neighbours go on
     |   +-- ConstraintDeadEnd            the grammar allows no token
@@ -275,7 +275,6 @@ class Unsupported(InvalidRequest):
     """This backend cannot execute that node or option."""
 
     code = "unsupported"
-    status = 501
 
 
 class ConfigError(SglError, ValueError):
@@ -381,7 +380,7 @@ class DeadlineExceeded(SglError, TimeoutError):
     """The program's deadline passed."""
 
     code = "deadline_exceeded"
-    status = 504
+    status = 408
 
 
 class GenerationError(SglError):

@@ -1,39 +1,61 @@
-"""Bytes to requests: uvicorn's HTTP/1.1 protocol, with bounds that it leaves open.
+"""Bytes to requests: uvicorn's HTTP/1.1 protocol on llhttp, with bounds that it leaves open.
 
-Owns three answers that are given before there is a request: 431 for a head over `max_header_bytes` (nothing more of it
-is read), 408 for a head that does not come within `header_timeout`, 400 for what is no HTTP. Each closes the
-connection. Everything behind a complete head is uvicorn's and the application's.
+Owns the answers that are given before there is a request: 431 for a head over `max_header_bytes` (nothing more of it
+is read), 408 for a head that does not come within `header_timeout`, 400 for what is no HTTP, 503 for a connection too
+many. Each closes the connection. Everything behind a complete head is uvicorn's and the application's.
+
+A head is handed to the parser when it is complete, so that its size is known before anything is kept of it in pieces.
+The parser sees no `Upgrade` header: it would take the body that follows for another protocol's, and clients that offer
+HTTP/2 (Java's does, in every request) would lose theirs. What comes between two pieces of a body (chunk extensions,
+trailers, the head of a request sent ahead) is bounded like a head.
 """
 
 from __future__ import annotations
 
 import asyncio
 import http
+import re
 from typing import Any
 
-import h11
+import httptools
 from uvicorn import Config
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+from sgl.errors import Overloaded
 from sgl.server.config import ServerConfig
-from sgl.server.failures import encode
+from sgl.server.failures import encode, error_response
+
+_HEAD_END = re.compile(rb"\r?\n\r?\n")
+_UPGRADE = re.compile(rb"(?i)\nUpgrade[ \t]*:[^\n]*(?=\n)")
+_BEGINS = re.compile(rb"[\r\n]*[A-Z]")
 
 
-def protocol_for(config: ServerConfig) -> type[H11Protocol]:
+def protocol_for(config: ServerConfig) -> type[HttpToolsProtocol]:
     """The protocol class for a server with this configuration."""
 
-    class Protocol(_BoundedHead):
+    class Protocol(_Bounded):
         header_timeout = config.header_timeout
+        max_header_bytes = config.max_header_bytes
+        max_connections = config.max_connections
 
     return Protocol
 
 
-class _BoundedHead(H11Protocol):
+class _Bounded(HttpToolsProtocol):
     header_timeout = 10.0
+    max_header_bytes = 2**15
+    max_connections = 4096
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._head_timer: asyncio.TimerHandle | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._head = bytearray()
+        self._in_head = False  # the parser's, which sees the heads of requests that were sent ahead as they come
+        self._in_body = False
+        self._barren = 0  # bytes since a head was complete or a body went on
+        self._answered: RequestResponseCycle | None = None
+
+    # --- the connection ---
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -41,69 +63,137 @@ class _BoundedHead(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
+        if self._answered is not None and self._answered is not self.cycle:  # others were sent ahead of its answer
+            self._answered.disconnected = not self._answered.response_complete
+            self._answered.message_event.set()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        if self.transport.is_closing():
+            return
         self._unset_keepalive_if_required()
-        if self.conn.our_state is h11.IDLE and self.conn.their_state is h11.IDLE and self._head_timer is None:
-            self._await_head()  # of the next request on this connection
-        self.conn.receive_data(data)
-        self.handle_events()
-        if self.conn.their_state is not h11.IDLE:
-            self._stop_timer()
+        if not (self._in_head or self._in_body):
+            self._head += data
+            data = self._taken_head(len(self._head) - len(data))
+            if not data:
+                return
+        self._barren += len(data)
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade:
+            self._refuse(400, "connections are not upgraded here")
+        except httptools.HttpParserError:
+            self._refuse(400, "this is no HTTP request")
+        if self._in_head and self._timer is None:
+            self._await_head()
+        if (self._in_head or self._in_body) and self._barren > self.max_header_bytes:
+            self._refuse(431, "the head of the request is too large")
 
-    def send_400_response(self, msg: str) -> None:
-        """uvicorn calls this from the `except` clause of a head that h11 refuses."""
-        status = 400
-        if self.conn.their_state is h11.ERROR and self._is_oversized():
-            status, msg = 431, "the head of the request is too large"
-        self._refuse(status, msg)
+    def _taken_head(self, seen: int) -> bytes:
+        """The head that has come, with what follows it; empty while it is incomplete, or when it is refused. `seen`
+        bytes of it were looked at before."""
+        if self._timer is None:
+            self._await_head()
+        found = _HEAD_END.search(self._head, max(seen - 3, 0), self.max_header_bytes + 4)
+        if found is None and not _BEGINS.match(self._head) and self._head.strip(b"\r\n"):
+            self._refuse(400, "this is no HTTP request")
+        elif found is None and len(self._head) > self.max_header_bytes:
+            self._refuse(431, "the head of the request is too large")
+        if found is None:
+            return b""
+        head, rest = bytes(self._head[: found.end()]), bytes(self._head[found.end() :])
+        self._head.clear()
+        return _UPGRADE.sub(b"", head) + rest
 
-    def _is_oversized(self) -> bool:
-        data, _ = self.conn.trailing_data
-        return len(data) > (self.config.h11_max_incomplete_event_size or 0)
+    # --- what the parser tells ---
+
+    def on_message_begin(self) -> None:
+        """A request begins."""
+        self._in_head = True
+        super().on_message_begin()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """A header of the head; those that trail a body are passed over."""
+        if self._in_head:
+            super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        """The head is complete: the request starts."""
+        self._in_head, self._in_body, self._barren = False, True, 0
+        self._stop_timer()
+        if self.parser.get_http_version() == "1.1" and sum(name == b"host" for name, _ in self.headers) != 1:
+            raise ValueError("a request of HTTP/1.1 has one Host header")
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        """A piece of the body."""
+        self._barren = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        """The request is whole."""
+        self._in_body = False
+        self._stop_timer()
+        super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        """It is answered: who goes on sending its body may do so for a moment."""
+        super().on_response_complete()
+        if self._in_body and not self.pipeline and not self.transport.is_closing():
+            self._await_head()
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._answered = cycle
+        if len(self.connections) > self.max_connections:
+            app = error_response(
+                Overloaded(f"{self.max_connections} connections are open", hint="close some, or come again later")
+            )
+            cycle.keep_alive = False
+        super()._start_asgi_task(cycle, app)
+
+    # --- heads that do not come, or are none ---
 
     def _await_head(self) -> None:
         self._stop_timer()
-        self._head_timer = self.loop.call_later(self.header_timeout, self._head_is_late)
+        self._timer = self.loop.call_later(self.header_timeout, self._is_late)
 
     def _stop_timer(self) -> None:
-        if self._head_timer is not None:
-            self._head_timer.cancel()
-            self._head_timer = None
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
-    def _head_is_late(self) -> None:
-        self._head_timer = None
-        if self.transport.is_closing() or self.conn.their_state is not h11.IDLE:
-            return
-        if self.conn.trailing_data[0]:
+    def _is_late(self) -> None:
+        self._timer = None
+        if self._head or self._in_head:
             self._refuse(408, f"the head of the request was not complete after {self.header_timeout:g} s")
         else:
-            self.transport.close()  # nothing was asked
+            self.transport.close()  # nothing was asked, or all was answered
 
     def _refuse(self, status: int, message: str) -> None:
-        """Answer and close; only before anything was answered on this request."""
+        """Close, and say why where no answer is under way."""
         self._stop_timer()
-        error = {
-            "message": message,
-            "type": "invalid_request_error",
-            "param": None,
-            "code": http.HTTPStatus(status).name.lower(),
-        }
-        body = encode({"error": error})
-        headers = [
-            (b"content-type", b"application/json"),
-            (b"content-length", str(len(body)).encode()),
-            (b"connection", b"close"),
-        ]
-        try:
-            reason = http.HTTPStatus(status).phrase.encode()
-            output = self.conn.send(h11.Response(status_code=status, headers=headers, reason=reason))
-            output = (output or b"") + (self.conn.send(h11.Data(data=body)) or b"")
-            self.transport.write(output)
-        except h11.LocalProtocolError:  # an answer is under way: there is nothing to say any more
-            pass
+        if self.transport.is_closing():
+            return
+        if self.cycle is None or self.cycle.response_complete or not (self.cycle.response_started or self.pipeline):
+            self.transport.write(_refusal(status, message))
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
         self.transport.close()
+
+
+def _refusal(status: int, message: str) -> bytes:
+    """An answer in OpenAI's shape, as bytes."""
+    found = http.HTTPStatus(status)
+    error = {"message": message, "type": "invalid_request_error", "param": None, "code": found.name.lower()}
+    body = encode({"error": error})
+    lines = (
+        f"HTTP/1.1 {status} {found.phrase}",
+        "content-type: application/json",
+        f"content-length: {len(body)}",
+        "connection: close",
+    )
+    return "\r\n".join(lines).encode() + b"\r\n\r\n" + body
 
 
 def uvicorn_config(app: Any, config: ServerConfig) -> Config:
@@ -119,8 +209,6 @@ def uvicorn_config(app: Any, config: ServerConfig) -> Config:
         log_config=None,
         access_log=False,
         server_header=False,
-        limit_concurrency=config.max_connections,
-        h11_max_incomplete_event_size=config.max_header_bytes,
         timeout_keep_alive=30,
         timeout_graceful_shutdown=None,
     )

@@ -12,14 +12,14 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import httpx2
 import pytest
+from support.server_process import ServerProcess, sgl_serve
 from support.serving import serving
 
 from sgl.runtime.engine import Engine
@@ -115,37 +115,6 @@ def test_row_51_a_full_queue_says_so_and_when_to_come_again() -> None:
 # --- the process ----------------------------------------------------------------------------------------------------
 
 
-class Process:
-    """`sgl serve` as a user starts it."""
-
-    def __init__(self, popen: subprocess.Popen[str], port: int) -> None:
-        self.popen = popen
-        self.port = port
-        self.url = f"http://127.0.0.1:{port}"
-
-    def worker(self) -> int:
-        """The engine's process."""
-        return int(Path(f"/proc/{self.popen.pid}/task/{self.popen.pid}/children").read_text().split()[0])
-
-
-@contextmanager
-def sgl_serve(*flags: str) -> Iterator[Process]:
-    command = [sys.executable, "-m", "sgl.cli", "serve", "dummy", "--port", "0", *flags]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as popen:
-        try:
-            assert popen.stdout is not None
-            lines = []
-            for line in popen.stdout:
-                lines.append(line)
-                if found := re.search(r"ready: .* on http://127\.0\.0\.1:(\d+)", line):
-                    break
-            else:
-                raise AssertionError("".join(lines))
-            yield Process(popen, int(found[1]))
-        finally:
-            popen.kill()
-
-
 def streamed(url: str, max_tokens: int) -> list[str]:
     """The data lines of a stream, also of one that breaks off."""
     lines: list[str] = []
@@ -158,7 +127,7 @@ def streamed(url: str, max_tokens: int) -> list[str]:
     return lines
 
 
-def busy(process: Process) -> None:
+def busy(process: ServerProcess) -> None:
     end = time.monotonic() + WAIT_S
     while "sglang:num_running_reqs{" not in (text := httpx2.get(f"{process.url}/metrics").text) or re.search(
         r'num_running_reqs\{model_name="dummy"\} 0\.0', text
@@ -167,8 +136,8 @@ def busy(process: Process) -> None:
         time.sleep(0.01)
 
 
-def test_row_63_sigterm_lets_streams_end_and_takes_nothing_new() -> None:
-    with sgl_serve() as process, ThreadPoolExecutor(4) as pool:
+def test_row_63_sigterm_lets_streams_end_and_takes_nothing_new(tmp_path: Path) -> None:
+    with sgl_serve(tmp_path / "log") as process, ThreadPoolExecutor(4) as pool:
         streams = [pool.submit(streamed, process.url, 600) for _ in range(2)]
         busy(process)
         with httpx2.Client(base_url=process.url) as http:
@@ -185,8 +154,8 @@ def test_row_63_sigterm_lets_streams_end_and_takes_nothing_new() -> None:
         assert process.popen.wait(WAIT_S) == 0
 
 
-def test_row_64_a_second_signal_ends_at_once() -> None:
-    with sgl_serve("--drain", "600") as process, ThreadPoolExecutor(1) as pool:
+def test_row_64_a_second_signal_ends_at_once(tmp_path: Path) -> None:
+    with sgl_serve(tmp_path / "log", "--drain", "600") as process, ThreadPoolExecutor(1) as pool:
         stream = pool.submit(streamed, process.url, 1900)
         busy(process)
         worker = process.worker()
@@ -199,8 +168,8 @@ def test_row_64_a_second_signal_ends_at_once() -> None:
             os.kill(worker, 0)
 
 
-def test_row_62_a_worker_that_dies_ends_its_streams_with_an_error_and_the_server() -> None:
-    with sgl_serve() as process, ThreadPoolExecutor(1) as pool:
+def test_row_62_a_worker_that_dies_ends_its_streams_with_an_error_and_the_server(tmp_path: Path) -> None:
+    with sgl_serve(tmp_path / "log") as process, ThreadPoolExecutor(1) as pool:
         stream = pool.submit(streamed, process.url, 1900)
         busy(process)
         os.kill(process.worker(), signal.SIGKILL)

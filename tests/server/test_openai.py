@@ -204,4 +204,4 @@ def test_images_are_refused_by_a_model_without_eyes(client: openai.OpenAI) -> No
     parts = [{"type": "text", "text": "what?"}, {"type": "image_url", "image_url": {"url": url}}]
     with pytest.raises(openai.APIStatusError) as failure:
         chat(client, [{"role": "user", "content": parts}])
-    assert failure.value.status_code == 501
+    assert failure.value.status_code == 400
