@@ -156,6 +156,12 @@ class GpuSteps:
         for each in sorted(rows, reverse=True):
             self._captured(each)
 
+    def forget(self) -> None:
+        """Drop all graphs, once the device is done with them."""
+        torch.cuda.synchronize(self._device)
+        self._graphs.clear()
+        self._pool = None
+
     def _captured(self, rows: int) -> _DecodeGraph:
         if rows not in self._graphs:
             splits = num_splits(rows, self._num_kv_heads)

@@ -188,6 +188,11 @@ class ModelRunner:
         if self._gpu_steps is not None:
             self._gpu_steps.capture(rows)
 
+    def forget_recorded(self) -> None:
+        """Drop the recorded steps, which are recorded again when they are needed: after a change of how kernels run."""
+        if self._gpu_steps is not None:
+            self._gpu_steps.forget()
+
     @torch.inference_mode()
     def forward(self, plan: StepPlan, drawn: torch.Tensor | None = None) -> torch.Tensor:
         """Compute the plan's tokens; float32 logits `[R, V]` in chunk order, then in the order of `logit_offsets`.

@@ -1,6 +1,7 @@
 """What a decoder layer does to one token at a time, in Triton: norms, rotary embedding with the KV write, activation.
 
-Each is one pass over memory. Statistics are computed in float32 whatever the dtype, as the torch references do.
+Each is one pass over memory. Statistics are computed in float32 whatever the dtype, as the torch references do. What
+other kernels write is read after the wait (`chaining.py`).
 
 Shapes: T tokens, N features, H query heads, K key/value heads, D head size, S slots.
 """
@@ -11,13 +12,19 @@ import torch
 import triton
 import triton.language as tl
 
+from sgl.kernels.triton.chaining import chained
+
 
 @triton.jit
-def _rms_norm(x, residual, weight, out, N, eps, BLOCK_N: tl.constexpr, ADD: tl.constexpr):
+def _rms_norm(x, residual, weight, out, N, eps, BLOCK_N: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr):
     """Norm of one row; with `ADD` the row is first added to the residual, which is changed."""
     row = tl.program_id(0).to(tl.int64) * N
     ids = tl.arange(0, BLOCK_N)
     inside = ids < N
+    scale = tl.load(weight + ids, mask=inside, other=0.0)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     values = tl.load(x + row + ids, mask=inside, other=0.0)
     if ADD:
         values = (values.to(tl.float32) + tl.load(residual + row + ids, mask=inside, other=0.0).to(tl.float32)).to(
@@ -26,7 +33,6 @@ def _rms_norm(x, residual, weight, out, N, eps, BLOCK_N: tl.constexpr, ADD: tl.c
         tl.store(residual + row + ids, values, mask=inside)
     wide = values.to(tl.float32)
     normed = wide * tl.rsqrt(tl.sum(wide * wide, axis=0) / N + eps)
-    scale = tl.load(weight + ids, mask=inside, other=0.0)
     tl.store(out + row + ids, (normed.to(scale.dtype) * scale).to(out.dtype.element_ty), mask=inside)
 
 
@@ -47,7 +53,7 @@ def _normed(x_TN: torch.Tensor, residual: torch.Tensor | None, weight_N: torch.T
     block = triton.next_power_of_2(size)
     _rms_norm[(num_tokens,)](
         x_TN, x_TN if residual is None else residual, weight_N, out, size, eps,
-        BLOCK_N=block, ADD=residual is not None, num_warps=max(1, min(16, block // 512)),
+        BLOCK_N=block, ADD=residual is not None, num_warps=max(1, min(16, block // 512)), **chained(x_TN.device),
     )  # fmt: skip
     return out
 
@@ -61,13 +67,21 @@ def _rotate_and_write(
     query,
     keys,
     values,
+    query_norm,
+    key_norm,
+    eps,
     stride_slot,
     H: tl.constexpr,
     K: tl.constexpr,
     HALF: tl.constexpr,
     BLOCK_H: tl.constexpr,
+    NORM: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Some heads of one token: queries go to `query`, keys and values to their slot of the pool."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     ids = tl.arange(0, HALF)[None, :]
@@ -76,6 +90,18 @@ def _rotate_and_write(
     first = tl.load(source, mask=is_head, other=0.0)
     second = tl.load(source + HALF, mask=is_head, other=0.0)
     is_rotated = (heads < H + K)[:, None]
+    is_query = (heads < H)[:, None]
+    if NORM:
+        wide_first = first.to(tl.float32)
+        wide_second = second.to(tl.float32)
+        squares = tl.sum(wide_first * wide_first + wide_second * wide_second, axis=1)[:, None]
+        shrink = tl.rsqrt(squares / (2 * HALF) + eps)
+        scale = tl.where(is_query, tl.load(query_norm + ids), tl.load(key_norm + ids))
+        scaled_first = ((wide_first * shrink).to(scale.dtype) * scale).to(first.dtype)
+        first = tl.where(is_rotated, scaled_first, first)
+        scale = tl.where(is_query, tl.load(query_norm + HALF + ids), tl.load(key_norm + HALF + ids))
+        scaled_second = ((wide_second * shrink).to(scale.dtype) * scale).to(second.dtype)
+        second = tl.where(is_rotated, scaled_second, second)
     c = tl.load(cos + token * (2 * HALF) + ids).to(tl.float32)
     s = tl.load(sin + token * (2 * HALF) + ids).to(tl.float32)
     a = first.to(tl.float32)
@@ -83,7 +109,6 @@ def _rotate_and_write(
     first = tl.where(is_rotated, (a * c - b * s).to(first.dtype), first)
     second = tl.where(is_rotated, (b * c + a * s).to(second.dtype), second)
     slot = tl.load(slots + token).to(tl.int64)
-    is_query = (heads < H)[:, None]
     is_key = is_rotated & (heads >= H)[:, None]
     is_value = is_head & (heads >= H + K)[:, None]
     to_query = query + (token * H + heads)[:, None] * (2 * HALF) + ids
@@ -105,24 +130,32 @@ def rotate_and_write(
     keys_SKD: torch.Tensor,
     values_SKD: torch.Tensor,
     num_heads: int,
+    norms: tuple[torch.Tensor, torch.Tensor] | None = None,
+    eps: float = 0.0,
 ) -> torch.Tensor:
     """Rotated queries `[T, H, D]` of packed products `[T, (H + 2 K) D]`; rotated keys, and values, go to their slots.
 
-    `cos` and `sin` are `[T, D]` with both halves equal, as for `sgl.kernels.elementwise.rotary`.
+    Args:
+        cos_TD, sin_TD: both halves equal, as for `sgl.kernels.elementwise.rotary`.
+        norms: weights `[D]` of the norms of each query head and each key head, which come before the rotation.
     """
     num_tokens = qkv_TN.shape[0]
     _, K, D = keys_SKD.shape
     query = torch.empty(num_tokens, num_heads, D, dtype=qkv_TN.dtype, device=qkv_TN.device)
     block = 16
     _rotate_and_write[(num_tokens, triton.cdiv(num_heads + 2 * K, block))](
-        qkv_TN, cos_TD, sin_TD, slots_T, query, keys_SKD, values_SKD, keys_SKD.stride(0),
-        H=num_heads, K=K, HALF=D // 2, BLOCK_H=block, num_warps=4,
+        qkv_TN, cos_TD, sin_TD, slots_T, query, keys_SKD, values_SKD, *(norms or (qkv_TN, qkv_TN)), eps,
+        keys_SKD.stride(0), H=num_heads, K=K, HALF=D // 2, BLOCK_H=block, NORM=norms is not None, num_warps=4,
+        **chained(qkv_TN.device),
     )  # fmt: skip
     return query
 
 
 @triton.jit
-def _silu_mul(gate_up, out, N, BLOCK_N: tl.constexpr):
+def _silu_mul(gate_up, out, N, BLOCK_N: tl.constexpr, PDL: tl.constexpr):
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     ids = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = ids < N
@@ -139,5 +172,7 @@ def silu_mul_packed(gate_up_TN: torch.Tensor) -> torch.Tensor:
     size = packed // 2
     out = torch.empty(num_tokens, size, dtype=gate_up_TN.dtype, device=gate_up_TN.device)
     block = min(1024, triton.next_power_of_2(size))
-    _silu_mul[(num_tokens, triton.cdiv(size, block))](gate_up_TN, out, size, BLOCK_N=block, num_warps=4)
+    _silu_mul[(num_tokens, triton.cdiv(size, block))](
+        gate_up_TN, out, size, BLOCK_N=block, num_warps=4, **chained(gate_up_TN.device)
+    )  # fmt: skip
     return out

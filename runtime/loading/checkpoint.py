@@ -82,7 +82,9 @@ class Checkpoint:
         """
         if self._gguf is not None:
             return gguf_tokenizer(self._gguf)
-        return Tokenizer.toy() if self.folder is None else folder_tokenizer(self.source, self.folder)
+        if self.folder is None:
+            return Tokenizer.toy(vocab_size=self.config.vocab_size)
+        return folder_tokenizer(self.source, self.folder)
 
     def facts(self) -> Facts:
         """Machine and model, for `runtime.config.resolve`. The model is made for it, without weights, and counted."""
@@ -90,6 +92,13 @@ class Checkpoint:
         return gather_facts(
             self.config, parameter_sizes(self.config), weights_kind=self.source.kind, packed_bytes=packed
         )
+
+    def check(self, *, deterministic: bool, context_len: int | None) -> None:
+        """What `build_model` would refuse for what an engine resolved, before weights are read.
+
+        Raises:
+            UnsupportedModel: the reason.
+        """
 
     def build_model(
         self,

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from sgl.runtime.loading.placing import Blocks
 
 _DUMMY_SEED = 20250101
-_DUMMY_DRAWN = 2**24 - 3
+_DUMMY_DRAWN = 2**21 - 9
 """Numbers drawn for one matrix at most; no multiple of a row's length, so that rows differ."""
 _INDEX = "model.safetensors.index.json"
 _WEIGHT_DTYPES = ("torch.bfloat16", "torch.float16", "torch.float32", "torch.float64")

@@ -25,8 +25,6 @@ def obstacle(config: ModelConfig) -> str | None:
     """Why these layers cannot run a model, whose layers are then computed op by op; `None` when they can."""
     if config.attention_bias or config.output_bias or config.mlp_bias:
         return "its products have no bias"
-    if config.qk_norm:
-        return "it does not norm queries and keys"
     return None
 
 
@@ -49,6 +47,8 @@ class _Layer:
     feed_forward_norm: torch.Tensor
     gate_up: torch.Tensor
     down: torch.Tensor
+    head_norms: tuple[torch.Tensor, torch.Tensor] | None
+    """Of each query head and each key head, where the model has them."""
 
 
 class TritonLayers:
@@ -86,7 +86,7 @@ class TritonLayers:
         eps = self._eps
         for index, layer in enumerate(self._layers):
             qkv = linear_rows(rms_norm(x_TN, layer.attention_norm, eps), layer.qkv)
-            x_TN = linear_rows(self._attend(index, qkv, angles, batch, cache), layer.output, residual=x_TN)
+            x_TN = linear_rows(self._attend(index, layer, qkv, angles, batch, cache), layer.output, residual=x_TN)
             inner = linear_rows(rms_norm(x_TN, layer.feed_forward_norm, eps), layer.gate_up, gated=True)
             x_TN = linear_rows(inner, layer.down, residual=x_TN)
         return x_TN
@@ -103,7 +103,7 @@ class TritonLayers:
                 normed = rms_norm(residual, layer.attention_norm, eps)
             else:
                 normed = add_rms_norm(added, residual, layer.attention_norm, eps)
-            mixed = self._attend(index, functional.linear(normed, layer.qkv), angles, batch, cache)
+            mixed = self._attend(index, layer, functional.linear(normed, layer.qkv), angles, batch, cache)
             normed = add_rms_norm(functional.linear(mixed, layer.output), residual, layer.feed_forward_norm, eps)
             added = functional.linear(silu_mul_packed(functional.linear(normed, layer.gate_up)), layer.down)
         return residual if added is None else residual + added
@@ -111,6 +111,7 @@ class TritonLayers:
     def _attend(
         self,
         index: int,
+        layer: _Layer,
         qkv_TN: torch.Tensor,
         angles: tuple[torch.Tensor, torch.Tensor],
         batch: ForwardBatch,
@@ -122,7 +123,9 @@ class TritonLayers:
 
         plan: Any = batch.attention
         keys, values = cache.layer(index)
-        query = rotate_and_write(qkv_TN, *angles, plan.write_slots, keys, values, self._num_heads)
+        query = rotate_and_write(
+            qkv_TN, *angles, plan.write_slots, keys, values, self._num_heads, layer.head_norms, self._eps
+        )
         mixed = paged_attention(query, keys, values, plan, self._scale)
         return mixed.view(len(mixed), -1)
 
@@ -136,6 +139,7 @@ def _packed(layer: Any) -> _Layer:
         feed_forward_norm=layer.post_attention_layernorm.weight,
         gate_up=_joined(mlp.gate_proj, mlp.up_proj),
         down=mlp.down_proj.weight,
+        head_norms=None if attention.q_norm is None else (attention.q_norm.weight, attention.k_norm.weight),
     )
 
 

@@ -221,12 +221,17 @@ class Tokenizer:
         )
 
     @classmethod
-    def toy(cls, limits: Limits = DEFAULT_LIMITS) -> Tokenizer:
-        """The byte vocabulary of the toy model: ids 0 to 255 are bytes, then special tokens, 512 in all; ChatML."""
+    def toy(cls, limits: Limits = DEFAULT_LIMITS, *, vocab_size: int = 512) -> Tokenizer:
+        """The byte vocabulary of the toy model: ids 0 to 255 are bytes, then special tokens, 512 in all; ChatML.
+
+        Args:
+            vocab_size: above 512, words that no text is encoded with follow, so that a shape is drawn from as a whole.
+        """
         specials = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|bos|>"]
         specials += [f"<|reserved_{index}|>" for index in range(512 - 256 - len(specials))]
         chars = {byte: char for char, byte in byte_chars().items()}
-        backend = byte_level_bpe([chars[byte] for byte in range(256)], [], GGUF_RECIPES["gpt-2"])
+        words = [*specials, *(f"_{index}" for index in range(512, vocab_size))] if vocab_size > 512 else []
+        backend = byte_level_bpe([*(chars[byte] for byte in range(256)), *words], [], GGUF_RECIPES["gpt-2"])
         backend.add_special_tokens([added_token(text, special=True) for text in specials])
         texts = {"bos_token": "<|bos|>", "eos_token": "<|im_end|>"}
         return cls(
@@ -300,7 +305,7 @@ class Tokenizer:
 
     def encode_runs(self, atoms: Sequence[Piece], start: bool = True) -> list[Run]:
         """Encode pieces whose template pieces are single special tokens, as runs that do not depend on each other."""
-        self._check("".join(atom.text for atom in atoms))
+        check_text("".join(atom.text for atom in atoms), self._limits.max_prompt_bytes)
         runs: list[Run] = []
         position = 0
         while position < len(atoms):
@@ -322,25 +327,6 @@ class Tokenizer:
             position = end
         return runs
 
-    def _check(self, text: str) -> None:
-        limit = self._limits.max_prompt_bytes
-        size = len(text)
-        if size <= limit:
-            try:
-                size = len(text.encode("utf-8"))
-            except UnicodeEncodeError as error:
-                raise InvalidParameter(
-                    f"text has a lone surrogate {text[error.start]!r} at character {error.start}",
-                    hint="decode the input with errors='replace' before passing it on",
-                    param="text",
-                ) from None
-        if size > limit:
-            raise InvalidParameter(
-                f"text has {size} bytes; at most {limit} are allowed",
-                hint="shorten it",
-                param="text",
-            )
-
     # --- decoding ---------------------------------------------------------------------------------------------------
 
     def token_bytes(self, token_id: int, *, skip_special_tokens: bool = True) -> bytes:
@@ -358,6 +344,30 @@ class Tokenizer:
 
 
 # --- token bytes ----------------------------------------------------------------------------------------------------
+
+
+def check_text(text: str, max_bytes: int) -> None:
+    """What is asked of a text before it is tokenized.
+
+    Raises:
+        InvalidParameter: it is longer than `max_bytes`, or has lone surrogates.
+    """
+    size = len(text)
+    if size <= max_bytes:
+        try:
+            size = len(text.encode("utf-8"))
+        except UnicodeEncodeError as error:
+            raise InvalidParameter(
+                f"text has a lone surrogate {text[error.start]!r} at character {error.start}",
+                hint="decode the input with errors='replace' before passing it on",
+                param="text",
+            ) from None
+    if size > max_bytes:
+        raise InvalidParameter(
+            f"text has {size} bytes; at most {max_bytes} are allowed",
+            hint="shorten it",
+            param="text",
+        )
 
 
 class _TokenBytes:

@@ -134,8 +134,7 @@ def _show_throughput(report: ThroughputReport) -> None:
         print(f"{way.path}: {way.unavailable and 'not measured, ' + way.unavailable}{details}")
     ceilings = report.ceilings
     if ceilings is not None:
-        rates = f"copy {ceilings.bytes_per_s / 1e12:.3g} TB/s, product {ceilings.flops_per_s / 1e12:.4g} TFLOP/s"
-        print(f"{ceilings.card}: {rates}, in this run")
+        print(f"{ceilings.card}: {ceilings}, in this run")
     print()
     show_table(
         ("PATH", "ROWS", "CONTEXT", "STEP", "FLOOR", "GAP", "OVERLAP", "TOKENS/S", "WEIGHTS", "KEYS, VALUES", "CLEAN"),
@@ -158,5 +157,5 @@ def _show_throughput(report: ThroughputReport) -> None:
         ],
     )
     print("\nmedians of the clean samples; dirty: of all, since none was clean. Bytes are those that a step must read;")
-    print("floor: what reading them at the rate of the copy would take, of the step; gap: what the GPU waited for the")
-    print("host; overlap: the step without it, as a multiple")
+    print("floor: what reading them at the faster of both rates would take, of the step; gap: what the GPU waited for")
+    print("the host; overlap: the step without it, as a multiple")

@@ -56,6 +56,9 @@ def test_linear_rows(dtype: torch.dtype, num_rows: int, gated: bool) -> None:
     ours = matmul.linear_rows(x, weight, gated=gated, residual=residual)
     check(ours, residual.float() + products, dtype)
     check(matmul.linear_rows(x, weight), x.float() @ weight.float().T, dtype)
+    if num_rows == 1:
+        for tile in (matmul.Tile("stream", 2, programs=3), matmul.Tile("walk", 4, 64)):
+            check(matmul.linear_rows(x, weight, gated=gated, residual=residual, tile=tile), residual + products, dtype)
 
 
 @dtypes
@@ -91,6 +94,12 @@ def test_rotate_and_write(dtype: torch.dtype) -> None:
     others = [1, 2, 3, 5, 6, 8]
     assert torch.equal(keys[others], before[0][others])
     assert torch.equal(values[others], before[1][others])
+    norms = draw(size, dtype=dtype, seed=2), draw(size, dtype=dtype, seed=3)
+    query = elementwise.rotate_and_write(qkv, cos, sin, slots, keys, values, heads, norms, 1e-6)
+    for ours, part, norm in zip((query, keys[slots]), parts, norms, strict=False):
+        normed = wide(reference_elementwise.rms_norm, part, norm, eps=1e-6)
+        check(ours, wide(reference_elementwise.rotary, normed, cos, sin), dtype)
+    assert torch.equal(values[slots], parts[2])
 
 
 @dtypes
