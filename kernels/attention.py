@@ -83,7 +83,7 @@ class Span:
     mask: torch.Tensor | None
     """`[queries, context]`, true where a query may look; `None` when the queries are the whole context."""
     tree: torch.Tensor | None = None
-    """`[N, N]`, true where one of the last N tokens sees another of them, when these are a tree. It is in `mask`, too."""
+    """`[N, N]`, true where one of the last N tokens sees another, when these are a tree. It is in `mask`, too."""
 
     @property
     def positions(self) -> torch.Tensor:

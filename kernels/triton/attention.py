@@ -2,17 +2,21 @@
 
 Owns `PagedPlan` and the attention of every token of a step over its sequence's pages. Chunks of one token (decode) are
 split along their context, so that few sequences still fill the device, and merged by a second kernel; longer chunks run
-in blocks of queries. Same contract as `sgl.kernels.attention`: keys and values of the whole step are written before any
-is read, and slots beyond a sequence's end are never read.
+in blocks of queries, those with most keys first. What rows of one token have in common at the beginning
+(`sgl.kernels.prefix_groups`) is read once for all of them by a kernel of its own, before the rows' own keys, and joined
+with these. Same contract as `sgl.kernels.attention`: keys and values of the whole step are written before any is read,
+slots beyond a sequence's end are never read, and the last tokens of a chunk may be a tree.
 
 Shapes: T tokens of the step, B chunks of one token, Q blocks of queries, P pages of all chunks one after another, S
-slots of the pool, H query heads, K key/value heads, G = H / K, D head size.
+slots of the pool, H query heads, K key/value heads, G = H / K, D head size, N, R items and rows of groups, M tokens of
+trees.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -20,13 +24,41 @@ import torch
 import triton
 import triton.language as tl
 
-BLOCK_QUERIES = 64
-"""Queries of one chunk that one program computes."""
-_BLOCK_KEYS = 64
+from sgl.kernels.attention import Ancestors, chunk_positions, seen_in_tree
+from sgl.kernels.prefix_groups import Cascade, PrefixGroup
+from sgl.kernels.triton.chaining import chained
+
 _PROGRAMS = 528
 """Programs that fill a large device: four for each of 132 multiprocessors."""
 _MAX_SPLITS = 128
 _LOG2_E = 1.4426950408889634
+_NO_TREE = 2**31 - 1
+
+
+class Tile(NamedTuple):
+    """How a kernel cuts its work: queries and keys of a program's step, warps, and blocks of keys on their way."""
+
+    queries: int
+    keys: int
+    warps: int
+    stages: int
+
+
+DECODE = Tile(16, 64, 4, 3)
+"""Of rows of one token; queries are the heads that share a key head, at least."""
+PREFILL = Tile(64, 64, 4, 3)
+SHARED = Tile(128, 64, 8, 3)
+"""Of the prefix of a group; queries are heads times rows."""
+
+
+def rows_per_tile(num_heads: int, num_kv_heads: int) -> int:
+    """Rows of a group that one program takes together.
+
+    Example:
+        >>> rows_per_tile(32, 8)
+        32
+    """
+    return max(1, SHARED.queries // (num_heads // num_kv_heads))
 
 
 @dataclass(frozen=True)
@@ -34,7 +66,7 @@ class PagedPlan:
     """Where the step's tokens are written and what each may read. Arrays are int32 and lie on the device."""
 
     positions: torch.Tensor
-    """`[T]`, position of each token in its sequence."""
+    """`[T]`, position of each token in its text."""
     write_slots: torch.Tensor
     """`[T]`, slot of each token of the step."""
     pages: torch.Tensor
@@ -46,11 +78,36 @@ class PagedPlan:
     single_lengths: torch.Tensor
     """`[B]`, keys that each one reads; 0 for a row that only fills the step up."""
     blocks: torch.Tensor
-    """`[Q, 4]`, per block of queries of a longer chunk: first row in the step, number of queries, position of the first
-    and where its pages begin."""
+    """`[Q, 6]`, per block of queries of a longer chunk: first row in the step, number of queries, place of the first in
+    its sequence, where its pages begin, place at which a tree begins, and which row of `trees` the first query would
+    have."""
     num_splits: int
     """Parts that a single row's context is cut into, to be computed side by side."""
     page_size: int
+    trees: torch.Tensor | None = None
+    """`[M, 2]`, what each token of a tree sees of it, the low and the high 32 bits; `None` when there is no tree."""
+    cascade: DeviceCascade | None = None
+    """What single rows have in common; `None` when nothing is read together."""
+    prefill: Tile = PREFILL
+    """Of which `blocks` were made."""
+
+
+@dataclass(frozen=True)
+class DeviceCascade:
+    """`Cascade` on the device."""
+
+    shared: torch.Tensor
+    parts: torch.Tensor
+    rows: torch.Tensor
+    items: torch.Tensor
+    num_parts: int
+
+    @classmethod
+    def of(cls, cascade: Cascade, device: torch.device | str) -> DeviceCascade:
+        """The arrays, copied one by one."""
+        names = ("shared", "parts", "rows", "items")
+        arrays = {name: torch.from_numpy(getattr(cascade, name)).to(device) for name in names}
+        return cls(**arrays, num_parts=cascade.num_parts)
 
 
 class HostPlan:
@@ -65,6 +122,8 @@ class HostPlan:
         lengths: Sequence[int],
         page_tables: Sequence[npt.NDArray[np.int32]],
         page_size: int,
+        *,
+        block_queries: int = PREFILL.queries,
     ) -> None:
         starts_C = np.array(starts, dtype=np.int32)
         lengths_C = np.array(lengths, dtype=np.int32)
@@ -82,23 +141,49 @@ class HostPlan:
         self.single_rows = first_rows_C[is_single]
         self.single_pages = first_pages_C[is_single]
         self.single_lengths = ends_C[is_single]
-        self.blocks = np.array(
+        blocks = np.array(
             [
-                (first_row + offset, min(BLOCK_QUERIES, length - offset), start + offset, first_page)
+                (first_row + offset, min(block_queries, length - offset), start + offset, first_page, _NO_TREE, 0)
                 for first_row, length, start, first_page in zip(
                     *(array[~is_single].tolist() for array in (first_rows_C, lengths_C, starts_C, first_pages_C)),
                     strict=True,
                 )
-                for offset in range(0, length, BLOCK_QUERIES)
+                for offset in range(0, length, block_queries)
             ],
             dtype=np.int32,
-        ).reshape(-1, 4)
+        ).reshape(-1, 6)
+        # What is left at the end is short when the longest come first.
+        self.blocks = blocks[np.argsort(-blocks[:, 2], kind="stable")]
         self.positions = positions_T
 
 
 def _before(counts: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
     """How many come before each."""
     return (np.cumsum(counts) - counts).astype(np.int32)
+
+
+def plant_trees(
+    host: HostPlan, starts: Sequence[int], lengths: Sequence[int], ancestors: Sequence[Ancestors | None]
+) -> npt.NDArray[np.int32]:
+    """Enter the trees at the ends of chunks into a plan on the host; what the plan's `trees` are.
+
+    Raises:
+        InternalError: see `seen_in_tree`.
+    """
+    bits: list[npt.NDArray[np.int32]] = []
+    num_tokens, first_row = 0, 0
+    for start, length, tree in zip(starts, lengths, ancestors, strict=True):
+        if tree is not None and length > 1:
+            seen_in_tree(tree, length)
+            host.positions[first_row : first_row + length] = chunk_positions(start, length, tree)
+            first_place = start + length - len(tree)
+            own = (host.blocks[:, 0] >= first_row) & (host.blocks[:, 0] < first_row + length)
+            host.blocks[own, 4] = first_place
+            host.blocks[own, 5] = num_tokens + host.blocks[own, 2] - first_place
+            bits.append(np.ascontiguousarray(tree, dtype="<u8").view(np.int32).reshape(-1, 2))
+            num_tokens += len(tree)
+        first_row += length
+    return np.concatenate(bits) if bits else np.empty((0, 2), dtype=np.int32)
 
 
 def num_splits(num_singles: int, num_kv_heads: int) -> int:
@@ -113,59 +198,119 @@ def plan_attention(
     page_size: int,
     device: torch.device | str = "cuda",
     num_kv_heads: int = 8,
+    *,
+    ancestors: Sequence[Ancestors | None] | None = None,
+    groups: Sequence[PrefixGroup] = (),
+    num_heads: int | None = None,
+    prefill: Tile = PREFILL,
 ) -> PagedPlan:
-    """As `sgl.kernels.attention.plan_attention`; the arrays are copied one by one."""
-    host = HostPlan(starts, lengths, page_tables, page_size)
+    """As `sgl.kernels.attention.plan_attention`; the arrays are copied one by one.
+
+    Args:
+        groups: of rows of one token, read together.
+        num_heads: query heads, which `groups` want; as many as key heads by default.
+    """
+    host = HostPlan(starts, lengths, page_tables, page_size, block_queries=prefill.queries)
+    trees = None if ancestors is None else plant_trees(host, starts, lengths, ancestors)
     arrays = {name: torch.from_numpy(array).to(device) for name, array in vars(host).items()}
-    return PagedPlan(**arrays, num_splits=num_splits(len(host.single_rows), num_kv_heads), page_size=page_size)
+    cascade = None
+    if groups:
+        tile = rows_per_tile(num_heads or num_kv_heads, num_kv_heads)
+        cascade = DeviceCascade.of(Cascade.of(groups, len(host.single_rows), tile, num_kv_heads), device)
+    return PagedPlan(
+        **arrays,
+        num_splits=num_splits(len(host.single_rows), num_kv_heads),
+        page_size=page_size,
+        trees=None if trees is None or not len(trees) else torch.from_numpy(trees).to(device),
+        cascade=cascade,
+        prefill=prefill,
+    )
+
+
+# How much of a block of keys each query sees.
+_ALL = tl.constexpr(0)
+_INSIDE = tl.constexpr(1)
+_CAUSAL = tl.constexpr(2)
+_TREE = tl.constexpr(3)
 
 
 @triton.jit
 def _attend(
     query_MD,
-    row_ids_M,
+    mixed,
+    largest,
+    total,
     keys,
     values,
     pages,
-    first_page,
     begin,
     end,
-    head,
     stride_slot,
     scale,
+    last_M,
+    tree,
+    low_M,
+    high_M,
+    SEES: tl.constexpr,
     PAGE: tl.constexpr,
     D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Softmax over keys `begin .. end` of one head, of which row `m` sees those at positions up to `row_ids_M[m]`.
+    """Look at keys `begin .. end` of one head too: all of them (whole blocks), those up to `end`, of these each row `m`
+    up to place `last_M`, or of these behind `tree` those of its bits.
 
-    Returns the weighted values (not divided), the largest score (base 2) and the sum of weights.
+    Returns the weighted values (not divided), the largest score (base 2) and the sum of weights, as they come in.
     """
     ids_d = tl.arange(0, D)
-    largest = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
-    total = tl.zeros((BLOCK_M,), dtype=tl.float32)
-    mixed = tl.zeros((BLOCK_M, D), dtype=tl.float32)
     for first in range(begin, end, BLOCK_KEYS):
-        positions = first + tl.arange(0, BLOCK_KEYS)
-        inside = positions < end
-        page = tl.load(pages + first_page + positions // PAGE, mask=inside, other=0)
-        slot = page.to(tl.int64) * PAGE + positions % PAGE
-        places = slot[:, None] * stride_slot + head * D + ids_d[None, :]
-        key = tl.load(keys + places, mask=inside[:, None], other=0.0)
-        scores = tl.dot(query_MD, tl.trans(key), input_precision=PRECISION) * scale
-        visible = inside[None, :] & (positions[None, :] <= row_ids_M[:, None])
-        scores = tl.where(visible, scores, float("-inf"))
-        now = tl.maximum(largest, tl.max(scores, axis=1))
-        known = tl.where(now == float("-inf"), 0.0, now)
-        weights = tl.exp2(scores - known[:, None])
+        places = first + tl.arange(0, BLOCK_KEYS)
+        if SEES == _ALL:
+            page = tl.load(pages + places // PAGE)
+            slot = page.to(tl.int64) * PAGE + places % PAGE
+            where = slot[:, None] * stride_slot + ids_d[None, :]
+            key = tl.load(keys + where)
+            value = tl.load(values + where)
+        else:
+            inside = places < end
+            page = tl.load(pages + places // PAGE, mask=inside, other=0)
+            slot = page.to(tl.int64) * PAGE + places % PAGE
+            where = slot[:, None] * stride_slot + ids_d[None, :]
+            key = tl.load(keys + where, mask=inside[:, None], other=0.0)
+            value = tl.load(values + where, mask=inside[:, None], other=0.0)
+        scores = tl.dot(query_MD, tl.trans(key), input_precision=PRECISION)
+        if SEES == _INSIDE:
+            scores = tl.where(inside[None, :], scores, float("-inf"))
+        elif SEES != _ALL:
+            visible = inside[None, :] & (places[None, :] <= last_M[:, None])
+            if SEES == _TREE:
+                bit = (places - tree)[None, :]
+                bits = tl.where(bit < 32, low_M[:, None], high_M[:, None])
+                visible = visible & ((bit < 0) | (((bits >> (bit & 31)) & 1) == 1))
+            scores = tl.where(visible, scores, float("-inf"))
+        now = tl.maximum(largest, tl.max(scores, axis=1) * scale)
+        known = now
+        if SEES != _ALL:
+            known = tl.where(now == float("-inf"), 0.0, now)
+        weights = tl.exp2(scores * scale - known[:, None])
         shrink = tl.exp2(largest - known)
-        value = tl.load(values + places, mask=inside[:, None], other=0.0)
         total = total * shrink + tl.sum(weights, axis=1)
         mixed = tl.dot(weights.to(value.dtype), value, mixed * shrink[:, None], input_precision=PRECISION)
         largest = now
     return mixed, largest, total
+
+
+@triton.jit
+def _join(mixed, largest, total, partial, sums, part, more, ids_d, D: tl.constexpr):
+    """Put the partial results `part` (`[M]`) beside what there is, for rows that have `more`."""
+    top = tl.load(sums + part * 2, mask=more, other=float("-inf"))
+    weight = tl.load(sums + part * 2 + 1, mask=more, other=0.0)
+    other = tl.load(partial + part[:, None].to(tl.int64) * D + ids_d[None, :], mask=more[:, None], other=0.0)
+    now = tl.maximum(largest, top)
+    known = tl.where(now == float("-inf"), 0.0, now)
+    fade = tl.exp2(largest - known)
+    share = tl.exp2(top - known)
+    return mixed * fade[:, None] + other * share[:, None], now, total * fade + weight * share
 
 
 @triton.jit
@@ -180,6 +325,10 @@ def _singles(
     row_pages,
     row_lengths,
     pages,
+    row_shared,
+    row_parts,
+    shared_partial,
+    shared_sums,
     stride_slot,
     scale,
     H: tl.constexpr,
@@ -187,59 +336,175 @@ def _singles(
     D: tl.constexpr,
     PAGE: tl.constexpr,
     SPLITS: tl.constexpr,
+    SHARED: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
     PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    """One part of one row's context, for the query heads that share a key head."""
+    """One part of what one row reads by itself, for the query heads that share a key head; joined with what its group
+    reads, when it is not in parts."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        # The kernel of the groups had waited for everything before it when this one was launched.
+        if not SHARED:
+            tl.extra.cuda.gdc_wait()
     b = tl.program_id(0)
     head = tl.program_id(1)
     split = tl.program_id(2)
     length = tl.load(row_lengths + b)
-    share = tl.cdiv(tl.cdiv(length, SPLITS), BLOCK_KEYS) * BLOCK_KEYS
-    begin = split * share
+    first = 0
+    if SHARED:
+        first = tl.load(row_shared + b)
+    share = tl.cdiv(tl.cdiv(length - first, SPLITS), BLOCK_KEYS) * BLOCK_KEYS
+    begin = first + split * share
     end = tl.minimum(begin + share, length)
     ids_g = tl.arange(0, BLOCK_G)
     ids_d = tl.arange(0, D)
     row = tl.load(rows + b).to(tl.int64)
     heads = (row * H + head * G + ids_g)[:, None] * D + ids_d[None, :]
-    is_head = (ids_g < G)[:, None]
-    query_GD = tl.load(query + heads, mask=is_head, other=0.0)
-    limits = tl.full((BLOCK_G,), 2147483647, dtype=tl.int32)
+    is_head = ids_g < G
+    query_GD = tl.load(query + heads, mask=is_head[:, None], other=0.0)
+    largest = tl.full((BLOCK_G,), float("-inf"), dtype=tl.float32)
+    total = tl.zeros((BLOCK_G,), dtype=tl.float32)
+    mixed = tl.zeros((BLOCK_G, D), dtype=tl.float32)
     mixed, largest, total = _attend(
-        query_GD, limits, keys, values, pages, tl.load(row_pages + b), begin, end, head, stride_slot, scale,
-        PAGE, D, BLOCK_G, BLOCK_KEYS, PRECISION,
+        query_GD, mixed, largest, total, keys + head * D, values + head * D, pages + tl.load(row_pages + b), begin, end,
+        stride_slot, scale, ids_g, 0, ids_g, ids_g, _INSIDE, PAGE, D, BLOCK_KEYS, PRECISION,
     )  # fmt: skip
+    if PDL and SHARED:
+        tl.extra.cuda.gdc_wait()
     if SPLITS == 1:
+        if SHARED:
+            part = tl.load(row_parts + b * 3)
+            stride = tl.load(row_parts + b * 3 + 1)
+            count = tl.load(row_parts + b * 3 + 2)
+            for i in range(count):
+                place = (part + i * stride) * H + head * G + ids_g
+                mixed, largest, total = _join(
+                    mixed, largest, total, shared_partial, shared_sums, place, is_head, ids_d, D
+                )
         result = mixed / tl.where(total == 0.0, 1.0, total)[:, None]
-        tl.store(out + heads, result.to(out.dtype.element_ty), mask=is_head)
+        tl.store(out + heads, result.to(out.dtype.element_ty), mask=is_head[:, None])
     else:
         part = (b * SPLITS + split) * H + head * G + ids_g
-        tl.store(partial + part[:, None].to(tl.int64) * D + ids_d[None, :], mixed, mask=is_head)
-        tl.store(sums + part * 2, largest, mask=ids_g < G)
-        tl.store(sums + part * 2 + 1, total, mask=ids_g < G)
+        tl.store(partial + part[:, None].to(tl.int64) * D + ids_d[None, :], mixed, mask=is_head[:, None])
+        tl.store(sums + part * 2, largest, mask=is_head)
+        tl.store(sums + part * 2 + 1, total, mask=is_head)
 
 
 @triton.jit
 def _merge(
-    partial, sums, out, rows, H: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr, BLOCK_SPLITS: tl.constexpr
+    partial,
+    sums,
+    out,
+    rows,
+    row_parts,
+    shared_partial,
+    shared_sums,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    SPLITS: tl.constexpr,
+    SHARED: tl.constexpr,
+    BLOCK_SPLITS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    """Put one row's and head's parts together."""
+    """Put one row's and head's parts together, and those of its group."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     b = tl.program_id(0)
     head = tl.program_id(1)
     splits = tl.arange(0, BLOCK_SPLITS)
     ids_d = tl.arange(0, D)
-    part = (b * SPLITS + splits) * H + head
+    place = (b * SPLITS + splits) * H + head
     is_split = splits < SPLITS
-    largest = tl.load(sums + part * 2, mask=is_split, other=float("-inf"))
-    total = tl.load(sums + part * 2 + 1, mask=is_split, other=0.0)
+    largest = tl.load(sums + place * 2, mask=is_split, other=float("-inf"))
+    total = tl.load(sums + place * 2 + 1, mask=is_split, other=0.0)
     top = tl.max(largest, axis=0)
     weights = tl.exp2(largest - tl.where(top == float("-inf"), 0.0, top))
-    mixed = tl.load(partial + part[:, None].to(tl.int64) * D + ids_d[None, :], mask=is_split[:, None], other=0.0)
+    mixed = tl.load(partial + place[:, None].to(tl.int64) * D + ids_d[None, :], mask=is_split[:, None], other=0.0)
     whole = tl.sum(weights * total, axis=0)
-    result = tl.sum(mixed * weights[:, None], axis=0) / tl.where(whole == 0.0, 1.0, whole)
+    result = tl.sum(mixed * weights[:, None], axis=0)
+    if SHARED:
+        part = tl.load(row_parts + b * 3)
+        stride = tl.load(row_parts + b * 3 + 1)
+        count = tl.load(row_parts + b * 3 + 2)
+        for i in range(count):
+            of_group = (part + i * stride) * H + head
+            other_top = tl.load(shared_sums + of_group * 2)
+            now = tl.maximum(top, other_top)
+            known = tl.where(now == float("-inf"), 0.0, now)
+            fade = tl.exp2(top - known)
+            share = tl.exp2(other_top - known)
+            other = tl.load(shared_partial + of_group.to(tl.int64) * D + ids_d)
+            result = result * fade + other * share
+            whole = whole * fade + tl.load(shared_sums + of_group * 2 + 1) * share
+            top = now
     row = tl.load(rows + b).to(tl.int64)
+    result = result / tl.where(whole == 0.0, 1.0, whole)
     tl.store(out + (row * H + head) * D + ids_d, result.to(out.dtype.element_ty))
+
+
+@triton.jit
+def _groups(
+    query,
+    keys,
+    values,
+    partial,
+    sums,
+    rows,
+    row_pages,
+    pages,
+    members,
+    items,
+    stride_slot,
+    scale,
+    H: tl.constexpr,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_KEYS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One part of what some rows of a group have in common, for their query heads that share a key head."""
+    if PDL:
+        # In this order: the rows' own keys are read by a kernel that begins once all programs here have waited.
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    item = items + tl.program_id(0) * 6
+    head = tl.program_id(1)
+    count = tl.load(item + 1)
+    if count > 0:
+        ids_m = tl.arange(0, BLOCK_M)
+        ids_d = tl.arange(0, D)
+        member = ids_m // G
+        is_row = member < count
+        b = tl.load(members + tl.load(item) + member, mask=is_row, other=0)
+        row = tl.load(rows + b, mask=is_row, other=0).to(tl.int64)
+        of_head = head * G + ids_m % G
+        query_MD = tl.load(query + (row * H + of_head)[:, None] * D + ids_d[None, :], mask=is_row[:, None], other=0.0)
+        begin = tl.load(item + 3)
+        end = tl.load(item + 4)
+        whole = begin + (end - begin) // BLOCK_KEYS * BLOCK_KEYS
+        own_pages = pages + tl.load(row_pages + tl.load(item + 2))
+        largest = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
+        total = tl.zeros((BLOCK_M,), dtype=tl.float32)
+        mixed = tl.zeros((BLOCK_M, D), dtype=tl.float32)
+        mixed, largest, total = _attend(
+            query_MD, mixed, largest, total, keys + head * D, values + head * D, own_pages, begin, whole, stride_slot,
+            scale, ids_m, 0, ids_m, ids_m, _ALL, PAGE, D, BLOCK_KEYS, PRECISION,
+        )  # fmt: skip
+        mixed, largest, total = _attend(
+            query_MD, mixed, largest, total, keys + head * D, values + head * D, own_pages, whole, end, stride_slot,
+            scale, ids_m, 0, ids_m, ids_m, _INSIDE, PAGE, D, BLOCK_KEYS, PRECISION,
+        )  # fmt: skip
+        part = (tl.load(item + 5) + member) * H + of_head
+        tl.store(partial + part[:, None].to(tl.int64) * D + ids_d[None, :], mixed, mask=is_row[:, None])
+        tl.store(sums + part * 2, largest, mask=is_row)
+        tl.store(sums + part * 2 + 1, total, mask=is_row)
 
 
 @triton.jit
@@ -250,18 +515,24 @@ def _blocks(
     out,
     blocks,
     pages,
+    trees,
     stride_slot,
     scale,
     H: tl.constexpr,
     G: tl.constexpr,
     D: tl.constexpr,
     PAGE: tl.constexpr,
+    HAS_TREES: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
     PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One block of queries of one chunk and head, over all keys up to the last of them."""
-    block = blocks + tl.program_id(0) * 4
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    block = blocks + tl.program_id(0) * 6
     head = tl.program_id(1)
     first_row = tl.load(block).to(tl.int64)
     count = tl.load(block + 1)
@@ -269,14 +540,37 @@ def _blocks(
     ids_m = tl.arange(0, BLOCK_M)
     ids_d = tl.arange(0, D)
     places = ((first_row + ids_m) * H + head)[:, None] * D + ids_d[None, :]
-    is_query = (ids_m < count)[:, None]
-    query_MD = tl.load(query + places, mask=is_query, other=0.0)
-    mixed, _, total = _attend(
-        query_MD, start + ids_m, keys, values, pages, tl.load(block + 3), 0, start + count, head // G, stride_slot,
-        scale, PAGE, D, BLOCK_M, BLOCK_KEYS, PRECISION,
+    is_query = ids_m < count
+    query_MD = tl.load(query + places, mask=is_query[:, None], other=0.0)
+    own_pages = pages + tl.load(block + 3)
+    keys += head // G * D
+    values += head // G * D
+    # Keys that all queries see come first, in whole blocks.
+    seen_by_all = start + 1
+    tree = 0
+    low_M = ids_m
+    high_M = ids_m
+    if HAS_TREES:
+        tree = tl.load(block + 4)
+        seen_by_all = tl.minimum(seen_by_all, tree)
+        in_tree = is_query & (start + ids_m >= tree)
+        own_bits = trees + (tl.load(block + 5) + ids_m) * 2
+        low_M = tl.load(own_bits, mask=in_tree, other=-1)
+        high_M = tl.load(own_bits + 1, mask=in_tree, other=-1)
+    whole = seen_by_all // BLOCK_KEYS * BLOCK_KEYS
+    largest = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
+    total = tl.zeros((BLOCK_M,), dtype=tl.float32)
+    mixed = tl.zeros((BLOCK_M, D), dtype=tl.float32)
+    mixed, largest, total = _attend(
+        query_MD, mixed, largest, total, keys, values, own_pages, 0, whole, stride_slot, scale,
+        ids_m, 0, ids_m, ids_m, _ALL, PAGE, D, BLOCK_KEYS, PRECISION,
+    )  # fmt: skip
+    mixed, largest, total = _attend(
+        query_MD, mixed, largest, total, keys, values, own_pages, whole, start + count, stride_slot, scale,
+        start + ids_m, tree, low_M, high_M, _TREE if HAS_TREES else _CAUSAL, PAGE, D, BLOCK_KEYS, PRECISION,
     )  # fmt: skip
     result = mixed / tl.where(total == 0.0, 1.0, total)[:, None]
-    tl.store(out + places, result.to(out.dtype.element_ty), mask=is_query)
+    tl.store(out + places, result.to(out.dtype.element_ty), mask=is_query[:, None])
 
 
 def paged_attention(
@@ -285,35 +579,88 @@ def paged_attention(
     values_SKD: torch.Tensor,
     plan: PagedPlan,
     scale: float,
+    *,
+    decode: Tile = DECODE,
+    shared: Tile = SHARED,
 ) -> torch.Tensor:
-    """Causal attention of every token of the step over its sequence's pages; `[T, H, D]`."""
-    _, H, D = query_THD.shape
-    K = keys_SKD.shape[1]
+    """Causal attention of every token of the step over its sequence's pages; `[T, H, D]`.
+
+    Args:
+        decode, shared: how the kernels cut their work, for measurements of other ways.
+    """
     out_THD = torch.empty_like(query_THD)
-    precision = "ieee" if query_THD.dtype == torch.float32 else "tf32"
-    shape = {"H": H, "G": H // K, "D": D, "PAGE": plan.page_size, "PRECISION": precision}
-    scale = scale * _LOG2_E
-    num_singles = len(plan.single_rows)
-    if num_singles:
-        splits = plan.num_splits
-        partial = torch.empty(0, dtype=torch.float32, device=query_THD.device)
-        sums = partial
-        if splits > 1:
-            partial = torch.empty(num_singles, splits, H, D, dtype=torch.float32, device=query_THD.device)
-            sums = torch.empty(num_singles, splits, H, 2, dtype=torch.float32, device=query_THD.device)
-        _singles[(num_singles, K, splits)](
-            query_THD, keys_SKD, values_SKD, out_THD, partial, sums, plan.single_rows, plan.single_pages,
-            plan.single_lengths, plan.pages, keys_SKD.stride(0), scale, **shape, SPLITS=splits,
-            BLOCK_G=max(16, triton.next_power_of_2(H // K)), BLOCK_KEYS=_BLOCK_KEYS, num_warps=4, num_stages=3,
-        )  # fmt: skip
-        if splits > 1:
-            _merge[(num_singles, H)](
-                partial, sums, out_THD, plan.single_rows, H=H, D=D, SPLITS=splits,
-                BLOCK_SPLITS=triton.next_power_of_2(splits), num_warps=2,
-            )  # fmt: skip
+    common = _Common(query_THD, keys_SKD, values_SKD, out_THD, plan, scale * _LOG2_E)
+    if len(plan.single_rows):
+        _attend_singles(common, decode, shared)
     if len(plan.blocks):
-        _blocks[(len(plan.blocks), H)](
-            query_THD, keys_SKD, values_SKD, out_THD, plan.blocks, plan.pages, keys_SKD.stride(0), scale, **shape,
-            BLOCK_M=BLOCK_QUERIES, BLOCK_KEYS=_BLOCK_KEYS, num_warps=4, num_stages=3,
-        )  # fmt: skip
+        _attend_blocks(common, plan.prefill)
     return out_THD
+
+
+class _Common(NamedTuple):
+    """What all launches of a layer are given."""
+
+    query: torch.Tensor
+    keys: torch.Tensor
+    values: torch.Tensor
+    out: torch.Tensor
+    plan: PagedPlan
+    scale: float
+
+    @property
+    def shape(self) -> dict[str, Any]:
+        """Sizes that the kernels are compiled for, and how they are launched."""
+        _, H, D = self.query.shape
+        return {
+            "H": H,
+            "G": H // self.keys.shape[1],
+            "D": D,
+            "PAGE": self.plan.page_size,
+            "PRECISION": "ieee" if self.query.dtype == torch.float32 else "tf32",
+            **chained(self.query.device),
+        }
+
+    def room(self, parts: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Memory for partial results, and for their largest scores and sums of weights."""
+        _, H, D = self.query.shape
+        device = self.query.device
+        mixed = torch.empty(parts, H, D, dtype=torch.float32, device=device)
+        return mixed, torch.empty(parts, H, 2, dtype=torch.float32, device=device)
+
+
+def _attend_singles(common: _Common, decode: Tile, shared: Tile) -> None:
+    query, keys, values, out, plan, scale = common
+    H, K, D = query.shape[1], keys.shape[1], query.shape[2]
+    shape, stride = common.shape, keys.stride(0)
+    num_singles, splits, cascade = len(plan.single_rows), plan.num_splits, plan.cascade
+    shared_partial, shared_sums = common.room(cascade.num_parts if cascade else 0)
+    row_shared, row_parts = (cascade.shared, cascade.parts) if cascade else (plan.single_lengths, plan.single_lengths)
+    if cascade:
+        _groups[(len(cascade.items), K)](
+            query, keys, values, shared_partial, shared_sums, plan.single_rows, plan.single_pages, plan.pages,
+            cascade.rows, cascade.items, stride, scale, **shape,
+            BLOCK_M=shared.queries, BLOCK_KEYS=shared.keys, num_warps=shared.warps, num_stages=shared.stages,
+        )  # fmt: skip
+    partial, sums = common.room(num_singles * splits if splits > 1 else 0)
+    _singles[(num_singles, K, splits)](
+        query, keys, values, out, partial, sums, plan.single_rows, plan.single_pages, plan.single_lengths, plan.pages,
+        row_shared, row_parts, shared_partial, shared_sums, stride, scale, **shape, SPLITS=splits,
+        SHARED=cascade is not None, BLOCK_G=max(decode.queries, triton.next_power_of_2(H // K)), BLOCK_KEYS=decode.keys,
+        num_warps=decode.warps, num_stages=decode.stages,
+    )  # fmt: skip
+    if splits > 1:
+        _merge[(num_singles, H)](
+            partial, sums, out, plan.single_rows, row_parts, shared_partial, shared_sums, H=H, D=D, SPLITS=splits,
+            SHARED=cascade is not None, BLOCK_SPLITS=triton.next_power_of_2(splits), num_warps=2,
+            **chained(query.device),
+        )  # fmt: skip
+
+
+def _attend_blocks(common: _Common, tile: Tile) -> None:
+    query, keys, values, out, plan, scale = common
+    has_trees = plan.trees is not None
+    _blocks[(len(plan.blocks), query.shape[1])](
+        query, keys, values, out, plan.blocks, plan.pages, plan.trees if has_trees else plan.blocks, keys.stride(0),
+        scale, **common.shape, HAS_TREES=has_trees,
+        BLOCK_M=tile.queries, BLOCK_KEYS=tile.keys, num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
