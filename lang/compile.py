@@ -164,6 +164,7 @@ class CompiledProgram(msgspec.Struct, frozen=True, kw_only=True):
         cache_salt: str = "",
         seed: int | None = None,
         priority: int = 0,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         **arguments: Any,
     ) -> CompiledRun:
         """Run it and wait for its end.
@@ -171,13 +172,14 @@ class CompiledProgram(msgspec.Struct, frozen=True, kw_only=True):
         Args:
             seed: each generation without one gets a seed derived from it and from its place in the graph (another one
                 than the body's run with the same seed gives it).
+            chat_template_kwargs: further variables for the model's chat template, such as `{"enable_thinking": False}`.
 
         Raises:
             InvalidParameter: see `bind`; nothing was run.
             SglError: the program failed; `location` is its line.
         """
         graph = _seeded(self.bind(*args, **arguments), seed)
-        run = CompiledRun(self, graph, self._options(deadline_s, cache_salt, priority), Ends())
+        run = CompiledRun(self, graph, self._options(deadline_s, cache_salt, priority, chat_template_kwargs), Ends())
         try:
             run.start(backend_of(backend))
             return run.wait()
@@ -195,6 +197,7 @@ class CompiledProgram(msgspec.Struct, frozen=True, kw_only=True):
         cache_salt: str = "",
         seed: int | None = None,
         priority: int = 0,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[Any]:
         """Run it for every row, all at once and without a thread for any of them; the runs in the order of the rows.
 
@@ -206,7 +209,7 @@ class CompiledProgram(msgspec.Struct, frozen=True, kw_only=True):
             raise InvalidParameter(f"on_error is {on_error!r}; expected 'raise' or 'return'", param="on_error")
         graphs = [self.bind(**row) if isinstance(row, Mapping) else self.bind(*row) for row in rows]
         chosen = backend_of(backend)
-        options = self._options(deadline_s, cache_salt, priority)
+        options = self._options(deadline_s, cache_salt, priority, chat_template_kwargs)
         ends = Ends()
         runs = [
             CompiledRun(
@@ -225,13 +228,20 @@ class CompiledProgram(msgspec.Struct, frozen=True, kw_only=True):
                 run.cancel()
             raise
 
-    def _options(self, deadline_s: float | None, cache_salt: str, priority: int) -> ProgramOptions:
+    def _options(
+        self,
+        deadline_s: float | None,
+        cache_salt: str,
+        priority: int,
+        chat_template_kwargs: Mapping[str, Any] | None,
+    ) -> ProgramOptions:
         return ProgramOptions(
             name=self.name,
             deadline_s=deadline_s,
             priority=priority,
             cache_salt=cache_salt,
             num_api_spec_tokens=self.num_api_spec_tokens,
+            chat_template_kwargs=dict(chat_template_kwargs or {}),
         )
 
 

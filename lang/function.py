@@ -184,6 +184,7 @@ class SglFunction(Inspectable, Generic[P, R]):
         seed: int | None = None,
         deadline_s: float | None = None,
         priority: int = 0,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> ProgramState[R]:
         """Run the program and wait for its end; its state, with all values.
@@ -197,6 +198,7 @@ class SglFunction(Inspectable, Generic[P, R]):
             deadline_s: seconds from now after which the program fails with `DeadlineExceeded`: on the backend and where
                 it waits. A body that computes, or waits for a tool, finds out when it next sends something.
             priority: larger is more urgent.
+            chat_template_kwargs: further variables for the model's chat template, such as `{"enable_thinking": False}`.
             stream: return at once; the body runs on a thread and `text_iter` gives text as it appears.
             backend: what executes it; the default backend otherwise.
             use_thread: with `stream`, False runs the body here before returning.
@@ -398,12 +400,13 @@ class SglFunction(Inspectable, Generic[P, R]):
         seed: int | None = None,
         deadline_s: float | None = None,
         priority: int = 0,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Run the program for every row; the states in the order of the rows.
 
         Args:
             batch_kwargs: per row a dict of arguments, or a list or tuple of them by position. Rows are not changed.
-            max_new_tokens, ..., priority: as `run` takes them; each row has a seed derived from `seed`.
+            max_new_tokens, ..., chat_template_kwargs: as `run` takes them; each row has a seed derived from `seed`.
             num_threads: bodies that run at the same time; `auto` is max(96, 16 per core), or 1024 of `async def`
                 programs, which need no threads.
             generator_style: an iterator that gives the states as they are ready, in order.

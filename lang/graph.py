@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Sequence
-from typing import Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
 import msgspec
 
@@ -35,6 +35,7 @@ from sgl.lang.sampling import plain as plain
 from sgl.lang.sampling import sampling_from_mapping as sampling_from_mapping
 from sgl.lang.sampling import sampling_values as sampling_values
 from sgl.lang.scoring import method_scores as method_scores
+from sgl.lang.template_kwargs import check_template_kwargs as check_template_kwargs
 from sgl.limits import DEFAULT_LIMITS, Limits
 
 PROTOCOL = 1
@@ -258,6 +259,8 @@ class ProgramOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         num_api_spec_tokens: API backends let a generation run on for so many tokens past its end, and match the surplus
             against the program (see `sgl.lang.api.speculation`). Others have no use for it.
         now: seconds since the epoch, the time that chat templates see; the clock's without it.
+        chat_template_kwargs: further variables of the chat template, such as `enable_thinking`; JSON values. Templates
+            pass over those that they do not know. What is written into the prompt of them is plain text.
     """
 
     name: str = "program"
@@ -268,6 +271,7 @@ class ProgramOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     cache_salt: str = ""
     num_api_spec_tokens: int | None = None
     now: float | None = None
+    chat_template_kwargs: dict[str, Any] = {}
 
     def __post_init__(self) -> None:
         if not isinstance(self.cache_salt, str):
@@ -276,6 +280,7 @@ class ProgramOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             check_integer("num_api_spec_tokens", self.num_api_spec_tokens, low=1)
         if self.now is not None:
             check_number("now", self.now, low=0.0)
+        check_template_kwargs(self.chat_template_kwargs)
 
 
 class Head(msgspec.Struct, frozen=True):
@@ -479,6 +484,9 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         reasoning_tokens: of these, the model's reasoning, without the markers around it.
         scored_tokens: option tokens computed for a select (part of `prefill_tokens`).
         forced_tokens: output tokens appended without sampling.
+        drafted_tokens: guesses that were computed with other tokens; `accepted_tokens`: of these, those that turned out
+            to be what is drawn. Accepted ones are among the others (output, or prompt of what follows); the rest is
+            none of them.
         healed_tokens: tokens rolled back and encoded again at a seam.
         rerendered_tokens: state tokens replaced because the chat template rewrote earlier turns.
         recomputed_tokens: computed again after their pages were taken away.
@@ -493,6 +501,8 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     reasoning_tokens: int = 0
     scored_tokens: int = 0
     forced_tokens: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
     healed_tokens: int = 0
     rerendered_tokens: int = 0
     recomputed_tokens: int = 0

@@ -192,7 +192,8 @@ class MockSession(GraphSession[RenderedState]):
     """One program on the mock. All execution happens on the backend's thread."""
 
     def __init__(self, backend: MockBackend, sink: EventSink, options: ProgramOptions) -> None:
-        super().__init__(sink, options, backend._workers.post, backend.epoch, backend.renderer().state(options.now))
+        state = backend.renderer().state(options.now, options.chat_template_kwargs)
+        super().__init__(sink, options, backend._workers.post, backend.epoch, state)
         self._backend = backend
 
     def submit(self, graph: Graph, *, finish: bool = False) -> None:

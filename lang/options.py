@@ -89,6 +89,7 @@ class RunOptions:
             priority=priority,
             stream=bool(given.get("stream", False)),
             cache_salt=given["cache_salt"],
+            chat_template_kwargs=_as_dict(given["chat_template_kwargs"]),
             num_api_spec_tokens=num_api_spec_tokens,
         )
         return RunOptions(values, options, backend, seed, key)
@@ -109,3 +110,8 @@ class RunOptions:
         backend = self._backend()
         sampling = msgspec.structs.replace(sampling_defaults(backend), **self.sampling)
         return Program(backend, self.program, sampling, self.seed, self.key)
+
+
+def _as_dict(given: Any) -> Any:
+    """A mapping as a dict; what is none is for the check to name."""
+    return dict(given) if isinstance(given, Mapping) else {} if given is None else given

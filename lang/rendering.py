@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Callable, Sequence
-from typing import Protocol, runtime_checkable
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
 
 
 class Options(Protocol):
@@ -79,8 +79,13 @@ class Renderer(Protocol):
     def exact(self) -> bool:
         """Whether its tokens are those that the backend counts; otherwise they are an estimate."""
 
-    def state(self, now: float | None = None) -> RenderedState:
-        """An empty state; `now` is the time that chat templates see, in seconds since the epoch."""
+    def state(self, now: float | None = None, template_kwargs: Mapping[str, Any] | None = None) -> RenderedState:
+        """An empty state.
+
+        Args:
+            now: the time that chat templates see, in seconds since the epoch.
+            template_kwargs: further variables of the chat template.
+        """
 
     def filler(self, num_tokens: int) -> str:
         """Some text of that many tokens."""
@@ -145,8 +150,8 @@ class PlainRenderer:
         """As given."""
         return self._exact
 
-    def state(self, now: float | None = None) -> PlainState:
-        """An empty state."""
+    def state(self, now: float | None = None, template_kwargs: Mapping[str, Any] | None = None) -> PlainState:
+        """An empty state; there is no template that either argument could matter to."""
         return PlainState(self._split)
 
     def filler(self, num_tokens: int) -> str:

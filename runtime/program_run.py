@@ -106,7 +106,11 @@ class ProgramRun:
         main = Branch(
             MAIN_BRANCH,
             self._scheduler.new_sequence(self._namespace, owner=self),
-            Transcript(services.tokenizer, services.config.rerender, template_clock(options.now)),
+            Transcript(
+                services.tokenizer,
+                services.config.rerender,
+                {**options.chat_template_kwargs, **template_clock(options.now)},
+            ),
         )
         self._flow = ProgramFlow(main)
         self._branches = self._flow.branches

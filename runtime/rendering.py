@@ -43,9 +43,10 @@ class ModelRenderer:
         self._rerender = rerender
         self._unit = next((text for text in (" a", "a") if len(tokenizer.encode("b" + text * 2)) == 3), "a")
 
-    def state(self, now: float | None = None) -> ModelState:
-        """An empty state."""
-        return ModelState(self.tokenizer, Transcript(self.tokenizer, self._rerender, template_clock(now)))
+    def state(self, now: float | None = None, template_kwargs: Mapping[str, Any] | None = None) -> ModelState:
+        """An empty state (see `ProgramOptions` for `now` and `template_kwargs`)."""
+        variables = {**(template_kwargs or {}), **template_clock(now)}
+        return ModelState(self.tokenizer, Transcript(self.tokenizer, self._rerender, variables))
 
     def filler(self, num_tokens: int) -> str:
         """Text that is encoded as that many tokens behind other text."""

@@ -75,6 +75,9 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     max_choices: Annotated[
         int, Meta(ge=1, description="Options of one select, each a scored sequence; scored rows of options in a step.")
     ] = 1024
+    max_template_kwargs_bytes: Annotated[
+        int, Meta(ge=0, description="JSON text of a program's variables for the chat template, read at every turn.")
+    ] = 16 * 2**10
     max_schema_bytes: Annotated[int, Meta(ge=1, description="JSON schema, regex or grammar text.")] = 64 * 2**10
     max_compile_s: MaxCompileS = 2.0
     max_compile_bytes: MaxCompileBytes = 256 * 2**20

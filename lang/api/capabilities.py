@@ -26,6 +26,7 @@ class Capabilities:
         tools: it takes tool definitions and writes calls.
         images, video: parts that it takes besides text.
         seed: it takes a seed.
+        chat_template_kwargs: it takes variables for its chat template, as SGLang's and vLLM's servers do.
         max_stops: stop strings that it takes; the rest is looked for here.
         max_temperature: the highest that it takes.
         sampling: fields of `Sampling` that it takes besides temperature, top_p, stops and the budget; a generation that
@@ -43,6 +44,7 @@ class Capabilities:
     images: bool = False
     video: bool = False
     seed: bool = False
+    chat_template_kwargs: bool = False
     max_stops: int = 4
     max_temperature: float = 2.0
     sampling: tuple[str, ...] = ("frequency_penalty", "presence_penalty")

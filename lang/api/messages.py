@@ -6,7 +6,7 @@ endpoints that continue a text; those get turns written out by a chat template.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -40,6 +40,7 @@ class Ask:
         turns: of a chat; `prefix` is the beginning of the assistant turn that is to be continued.
         prompt: of an endpoint that continues a text.
         stops: strings to stop at there; the rest is looked for here.
+        template_kwargs: variables for the endpoint's chat template.
         on_text: told of text as it comes; False ends the request.
     """
 
@@ -55,6 +56,7 @@ class Ask:
     parallel_tool_calls: bool = True
     view: Any = None
     top_logprobs: int | None = None
+    template_kwargs: Mapping[str, Any] | None = None
     on_text: Callable[[str], bool] | None = None
 
 

@@ -175,6 +175,9 @@ class OpenAIClient:
             fields["extra_body"] = {
                 **fields.get("extra_body", {}), "continue_final_message": True, "add_generation_prompt": False
             }  # fmt: skip
+        if ask.template_kwargs:
+            more = fields.get("extra_body", {})
+            fields["extra_body"] = {**more, "chat_template_kwargs": dict(ask.template_kwargs)}
         if ask.top_logprobs is not None:
             fields |= {"logprobs": True, "top_logprobs": ask.top_logprobs}
         if ask.tools:

@@ -153,7 +153,13 @@ class ApiSession(GraphSession[ApiPrompt]):
     # --- what the endpoint can do ---
 
     def check(self, graph: Graph) -> None:
-        """Raise `Unsupported` for the first node that the endpoint cannot execute."""
+        """Raise `Unsupported` for options of the program, or the first node, that the endpoint cannot execute."""
+        if self.options.chat_template_kwargs and not self._able.chat_template_kwargs:
+            raise Unsupported(
+                f"{self._backend.name} takes no chat_template_kwargs",
+                hint="leave them out, or declare that this endpoint takes them (capabilities=)",
+                param="chat_template_kwargs",
+            )
         for node in graph.nodes:
             reason = None
             if isinstance(node, Gen):
@@ -235,7 +241,7 @@ class ApiSession(GraphSession[ApiPrompt]):
                 hint="put it into assistant(...)",
                 location=node.location,
             )
-        return replace(ask, turns=turns, prefix=prefix)
+        return replace(ask, turns=turns, prefix=prefix, template_kwargs=self.options.chat_template_kwargs or None)
 
     # --- generations ---
 

@@ -15,8 +15,8 @@ makes the state follow the rendering, and policy "keep" leaves the state and con
 around this turn alone. Text outside roles is part of the state, not of the conversation: the comparison passes it by,
 and a cut never removes it (then the state is kept, which the recorded `Cut` says).
 
-Special tokens in message contents are taken apart by a private-use character while the template runs, so that only
-those that the template itself writes become special tokens.
+Special tokens in message contents and in variables are taken apart by a private-use character while the template runs,
+so that only those that the template itself writes become special tokens.
 
 Fails with `InvalidProgram` for nested roles, an end without a beginning, and messages that the template refuses, and
 with `Unsupported` when the model has no chat template.
@@ -24,7 +24,7 @@ with `Unsupported` when the model has no chat template.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -80,7 +80,7 @@ class Transcript:
     Args:
         tokenizer: the model's.
         rerender: what to do when the template rewrites earlier turns.
-        template_kwargs: further variables for the chat template (`tools`, `enable_thinking`).
+        template_kwargs: further variables for the chat template (`enable_thinking`).
 
     Attributes:
         cuts: recorded cuts, oldest first; the owner handles and clears them.
@@ -110,6 +110,7 @@ class Transcript:
         self._tokenizer = tokenizer
         self._rerender = rerender
         self._kwargs = dict(template_kwargs or {})
+        self._kwargs_text = "".join(_texts(list(self._kwargs.values())))
         self._last: _Run | None = None
         self._pending: list[_Segment] = []
         self._messages: tuple[Mapping[str, str], ...] = ()
@@ -289,14 +290,15 @@ class Transcript:
         self, template: ChatTemplate, messages: Sequence[Mapping[str, str]], generation_prompt: bool = False
     ) -> list[Piece]:
         """The rendering as pieces, each special token that the template wrote alone."""
-        joint = _unused_character(messages)
+        joint = _unused_character([*messages, {"content": self._kwargs_text}] if self._kwargs else messages)
         pattern = self._tokenizer.special_pattern
 
         def apart(text: str) -> str:
             return pattern.sub(lambda match: match.group()[:1] + joint + match.group()[1:], text)
 
         guarded = [{**message, "content": apart(message["content"])} for message in messages]
-        text = template.render(guarded, add_generation_prompt=generation_prompt, **self._kwargs)
+        kwargs = {name: _mapped(value, apart) for name, value in self._kwargs.items()}
+        text = template.render(guarded, add_generation_prompt=generation_prompt, **kwargs)
         pieces = self._tokenizer.split_template(text)
         pieces = [Piece(piece.text.replace(joint, ""), piece.template) for piece in pieces]
         if self._has_own_bos() and pieces and pieces[0] == Piece(self._tokenizer.bos_token, template=True):
@@ -427,6 +429,29 @@ def _after(whole: Sequence[Piece], beginning: Sequence[Piece]) -> list[Piece] | 
     """What `whole` has after `beginning`, or `None` when it does not begin so."""
     text = "".join(piece.text for piece in beginning)
     return _drop(whole, len(text)) if "".join(piece.text for piece in whole).startswith(text) else None
+
+
+def _mapped(value: Any, change: Callable[[str], str]) -> Any:
+    """A JSON value with its texts changed."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, dict):
+        return {_mapped(name, change): _mapped(each, change) for name, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_mapped(each, change) for each in value]
+    return value
+
+
+def _texts(value: Any) -> list[str]:
+    """The texts in a JSON value."""
+    found: list[str] = []
+
+    def see(text: str) -> str:
+        found.append(text)
+        return text
+
+    _mapped(value, see)
+    return found
 
 
 def _common_length(left: str, right: str) -> int:

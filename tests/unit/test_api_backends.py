@@ -262,6 +262,17 @@ def test_declared_capabilities_are_used():
         openai(api, capabilities={"prefil": True})
 
 
+def test_template_variables_go_to_who_takes_them():
+    given = {"chat_template_kwargs": {"enable_thinking": False}}
+    with serving(counting) as api, openai(api, capabilities={"chat_template_kwargs": True}) as backend:
+        chat.run("?", backend=backend, **given)
+        assert api.bodies[0]["chat_template_kwargs"] == {"enable_thinking": False}
+    with serving(counting) as api, openai(api) as backend:
+        with pytest.raises(Unsupported, match="chat_template_kwargs"):
+            chat.run("?", backend=backend, **given)
+        assert api.requests == []
+
+
 def test_turns_of_a_completion_model_need_a_template():
     with serving(counting) as api:
         with openai(api, "test-instruct") as backend, pytest.raises(Unsupported, match="no chat_template says"):
