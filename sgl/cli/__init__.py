@@ -1,4 +1,4 @@
-"""The command line: `sgl run | serve | trace | explain | pull | list | doctor | bench`.
+"""The command line: `sgl run | serve | chat | trace | explain | pull | list | doctor | bench`.
 
 Owns the commands and their flags (those of `bench` are in `sgl.cli.bench`); the work is done by `sgl.cli.program`,
 `sgl.doctor`, `sgl.bench` and the loader. What is heavy is imported inside a command, so that `sgl --help` answers at
@@ -18,6 +18,7 @@ import typer
 import sgl
 from sgl.cli import bench_grammar, bench_paths, bench_program, bench_serve  # noqa: F401 - register their commands
 from sgl.cli.bench import bench
+from sgl.cli.chat import chat
 from sgl.cli.console import FAILED, Json, bytes_text, download_bar, guarded, say, show_json, show_table
 from sgl.cli.explain import explain
 from sgl.cli.options import engine_options
@@ -140,6 +141,7 @@ def _lost_traces() -> Iterator[list[str]]:
 
 app.command(context_settings={"allow_interspersed_args": False, "ignore_unknown_options": False})(explain)
 app.command()(serve)
+app.command()(chat)
 
 
 @app.command()

@@ -9,6 +9,7 @@ miss. Rooms inside, in the order in which a request passes them:
     bodies.py      a body to a checked value: size, time, depth, unknown fields
     running.py     a program on the engine as an asyncio stream: back-pressure, disconnects
     openai/ native.py programs.py ...   what each route means
+    playground/    a page at / to try all of it with
     app.py         all of it as one ASGI application
     serve.py       the process: engine, ready line, signals, drain, exit status
 

@@ -15,14 +15,14 @@ from starlette.types import ASGIApp
 
 import sgl
 from sgl.errors import InvalidRequest, MethodNotAllowed, NotFound
-from sgl.server import embeddings, health, native, programs, scoring
+from sgl.server import embeddings, health, native, playground, programs, scoring
 from sgl.server.call import Server
 from sgl.server.failures import error_response
 from sgl.server.guard import Guard
 from sgl.server.openai import chat, completions, models
 from sgl.server.routes import Route, Routes, body_schema, endpoint
 
-MODULES: tuple[Any, ...] = (health, models, chat, completions, scoring, embeddings, programs, native)
+MODULES: tuple[Any, ...] = (health, models, chat, completions, scoring, embeddings, programs, native, playground)
 """Each has its part of the table as `routes`."""
 
 

@@ -70,6 +70,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     drain: Annotated[float, Meta(ge=0, le=1e9, description="Seconds that running requests may take after SIGTERM.")] = (
         30.0
     )
+    playground: Annotated[bool, Meta(description="Serve the playground, a page to try things with, at /.")] = True
     log_requests: Annotated[bool, Meta(description="Log one line for each request.")] = True
 
     def __repr__(self) -> str:
