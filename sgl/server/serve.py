@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import Any
 
+from uvicorn import Config as UvicornConfig
 from uvicorn import Server as UvicornServer
 
 from sgl.errors import ConfigError
@@ -49,8 +50,6 @@ def serve(config: ServerConfig, engine_fields: Mapping[str, Any], say: Callable[
                 engine.generate(input_ids=[0], sampling_params={"max_new_tokens": 1, "ignore_eos": True})
             else:
                 engine.encode("warm-up")
-            for line in _told(server, listener):
-                say(line)
             return asyncio.run(_run(server, listener, say))
     finally:
         if listener is not None:
@@ -96,7 +95,21 @@ def _url(config: ServerConfig, listener: socket.socket | None) -> str:
 
 
 class WebServer(UvicornServer):
-    """uvicorn without its own signal handling: the drain is ours."""
+    """uvicorn without its own signal handling: the drain is ours.
+
+    Args:
+        on_started: called when connections are taken.
+    """
+
+    def __init__(self, config: UvicornConfig, on_started: Callable[[], None] = lambda: None) -> None:
+        super().__init__(config)
+        self._on_started = on_started
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen, and say so."""
+        await super().startup(sockets)
+        if self.started:
+            self._on_started()
 
     def capture_signals(self) -> Any:
         """Nothing is captured."""
@@ -104,7 +117,12 @@ class WebServer(UvicornServer):
 
 
 async def _run(server: Server, listener: socket.socket | None, say: Callable[[str], None]) -> int:
-    web = WebServer(uvicorn_config(create_app(server), server.config))
+
+    def started() -> None:
+        for line in _told(server, listener):
+            say(line)
+
+    web = WebServer(uvicorn_config(create_app(server), server.config), started)
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
     signals = 0
