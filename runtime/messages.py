@@ -117,12 +117,30 @@ class Encode(msgspec.Struct, frozen=True, tag="encode"):
     truncate: bool = False
 
 
+class CancelEncode(msgspec.Struct, frozen=True, tag="cancel_encode"):
+    """Compute no more of an `Encode`, which is answered with `Cancelled` unless it is answered already."""
+
+    request: int
+
+
 class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
     """Cancel everything and exit with status 0."""
 
 
 ToWorker: TypeAlias = (
-    Hello | Submit | ReadState | Cancel | GetStats | Ping | FlushCache | Pin | Unpin | Override | Encode | Shutdown
+    Hello
+    | Submit
+    | ReadState
+    | Cancel
+    | GetStats
+    | Ping
+    | FlushCache
+    | Pin
+    | Unpin
+    | Override
+    | Encode
+    | CancelEncode
+    | Shutdown
 )
 
 
