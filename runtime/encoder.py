@@ -1,12 +1,12 @@
 """The engine core of an encoder: texts in, vectors or label scores out, no pages and no steps of a sequence.
 
-Owns the inputs that wait and how they are put together: each step computes as many as fit into `max_batch_tokens`, one
-of the call whose turn it is and those whose length is nearest to its own, of whatever call. The worker drives it as it
-drives the core of a decoder: `handle` a message, `step`, send what both give. All calls come from one thread;
-tokenizing runs on the executor.
+Each step computes as many of the inputs that wait (`encoder_queue.py`) as fit into `max_batch_tokens`. The worker
+drives it as it drives the core of a decoder: `handle` a message, `step`, send what both give. All calls come from one
+thread; tokenizing runs on the executor.
 
 A call is answered whole. What is wrong with one of its inputs is said before any of them is computed; a step that
-raises fails the calls that were in it, and nobody else.
+raises fails the calls that were in it, and nobody else. A call that is cancelled is let go of between two inputs that
+are tokenized, and between two steps.
 """
 
 from __future__ import annotations
@@ -16,17 +16,18 @@ import uuid
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from sgl.errors import InternalError, InvalidLogits, SglError, StateLost, Unsupported
+from sgl.errors import Cancelled, InternalError, InvalidLogits, SglError, StateLost, Unsupported
 from sgl.lang.graph import FailedEvent
+from sgl.runtime.encoder_queue import EncoderQueue, QueuedCall
 from sgl.runtime.encoding import generates_nothing
 from sgl.runtime.failures import internal_error
 from sgl.runtime.messages import (
     Cancel,
+    CancelEncode,
     Encode,
     EncodeReply,
     EncoderInput,
@@ -70,59 +71,6 @@ class EncoderStats(msgspec.Struct, kw_only=True):
     num_waiting: int = 0
 
 
-@dataclass(eq=False)
-class _Call:
-    """A message that is being computed: its texts, their rows as they come, and which of them still wait, in order."""
-
-    request: int
-    texts: Sequence[EncoderText]
-    rows: dict[int, bytes]
-    waiting: list[int]
-
-
-class _Waiting:
-    """The calls with inputs that wait; they take turns."""
-
-    def __init__(self) -> None:
-        self._calls: deque[_Call] = deque()
-
-    def __len__(self) -> int:
-        return sum(len(call.waiting) for call in self._calls)
-
-    def add(self, call: _Call) -> None:
-        """A call joins behind the others."""
-        self._calls.append(call)
-
-    def drop(self, call: _Call) -> None:
-        """Nothing of a call waits any more."""
-        call.waiting.clear()
-        self._calls = deque(other for other in self._calls if other.waiting)
-
-    def take(self, max_tokens: int) -> list[tuple[_Call, int]]:
-        """Inputs for one step: the first of the call whose turn it is, and of all calls those nearest to it in length,
-        while all of them filled up to the longest are at most `max_tokens`. At least one."""
-        turn = self._calls[0]
-        self._calls.rotate(-1)
-        first = len(turn.texts[turn.waiting[0]].ids)
-        # Its own inputs come before others as near, so that a turn always moves its call.
-        calls = (turn, *(call for call in self._calls if call is not turn))
-        near = sorted(
-            ((call, index) for call in calls for index in call.waiting),
-            key=lambda item: abs(len(item[0].texts[item[1]].ids) - first),
-        )
-        taken: list[tuple[_Call, int]] = []
-        longest = 0
-        for call, index in near:
-            longest = max(longest, len(call.texts[index].ids))
-            if taken and longest * (len(taken) + 1) > max_tokens:
-                break
-            taken.append((call, index))
-        for call, index in taken:
-            call.waiting.remove(index)
-        self._calls = deque(call for call in self._calls if call.waiting)
-        return taken
-
-
 class EncoderCore:
     """Computes `Encode` messages.
 
@@ -153,7 +101,9 @@ class EncoderCore:
         self._device = device
         self._executor = executor
         self._wake = wake
-        self._waiting = _Waiting()
+        self._waiting = EncoderQueue()
+        self._calls: dict[int, QueuedCall | None] = {}
+        """Those that are not answered, by their request; `None` until their texts are tokenized."""
         self._tokenized: deque[tuple[Encode, Future[list[EncoderText]]]] = deque()
         self._replies: list[ToClient] = []
         self._failed_steps = 0
@@ -193,6 +143,8 @@ class EncoderCore:
             case Submit() | Refused():
                 failed = FailedEvent(error=self._generates_nothing().to_info())
                 self._replies.append(Events(((message.program, failed),)))
+            case CancelEncode():
+                self._cancel(message.request)
             case Cancel() | Unpin():
                 pass  # programs were told that they ended, and nothing is pinned
             case _:
@@ -216,7 +168,7 @@ class EncoderCore:
             self._fail_step(batch, error)
             return True
         self._failed_steps, self._moved_at = 0, time.monotonic()
-        failed: set[_Call] = set()
+        failed: set[QueuedCall] = set()
         for (call, index), row in zip(batch, rows, strict=True):
             if call in failed:
                 continue
@@ -228,7 +180,7 @@ class EncoderCore:
             if len(call.rows) == len(call.texts):
                 ordered = tuple(call.rows[index] for index in range(len(call.texts)))
                 counts = tuple(len(text.ids) for text in call.texts)
-                self._replies.append(EncodeReply(request=call.request, rows=ordered, num_tokens=counts))
+                self._answer(EncodeReply(request=call.request, rows=ordered, num_tokens=counts))
         return True
 
     # --- calls --------------------------------------------------------------------------------------------------------
@@ -237,6 +189,7 @@ class EncoderCore:
         if (error := self._wrong_task(message)) is not None:
             self._replies.append(EncodeReply(request=message.request, error=error.to_info()))
             return
+        self._calls[message.request] = None
         if self._executor is None:
             future: Future[list[EncoderText]] = Future()
             try:
@@ -253,9 +206,12 @@ class EncoderCore:
         self._executor.submit(self._tokenize, message).add_done_callback(finished)
 
     def _tokenize(self, message: Encode) -> list[EncoderText]:
-        """All of a call's inputs. Raises what is wrong with the first that is wrong, with its number."""
+        """All of a call's inputs, as long as it is not cancelled. Raises what is wrong with the first that is wrong,
+        with its number."""
         texts = []
         for index, given in enumerate(message.inputs):
+            if message.request not in self._calls:
+                break
             try:
                 texts.append(self._tokens_of(given, truncate=message.truncate))
             except SglError as error:
@@ -266,23 +222,41 @@ class EncoderCore:
     def _tokens_of(self, given: EncoderInput, *, truncate: bool) -> EncoderText:
         if given.token_ids is not None:
             return self._tokenizer.of_ids(given.token_ids, self._config.max_len, truncate=truncate)
-        text = self._config.prompt + given.text if given.text else ""
-        return self._tokenizer.encode(text, given.pair, self._config.max_len, truncate=truncate)
+        text, pair = self._config.prompt + given.text if given.text else "", given.pair
+        if self._config.lower_case:
+            text, pair = text.lower(), pair if pair is None else pair.lower()
+        return self._tokenizer.encode(text, pair, self._config.max_len, truncate=truncate)
 
     def _admit(self, message: Encode, future: Future[list[EncoderText]]) -> None:
+        if message.request not in self._calls:
+            return
         try:
             texts = future.result()
         except SglError as error:
-            self._replies.append(EncodeReply(request=message.request, error=error.to_info()))
+            self._answer(EncodeReply(request=message.request, error=error.to_info()))
             return
         except Exception as error:  # noqa: BLE001 - a bug in one call's job must not end the others
             failure = internal_error("tokenizing failed", error)
-            self._replies.append(EncodeReply(request=message.request, error=failure.to_info()))
+            self._answer(EncodeReply(request=message.request, error=failure.to_info()))
             return
         if not self.has_work:
             self._moved_at = time.monotonic()
         self.stats.num_calls += 1
-        self._waiting.add(_Call(message.request, texts, {}, list(range(len(texts)))))
+        call = self._calls[message.request] = QueuedCall(message.request, texts)
+        self._waiting.add(call)
+
+    def _cancel(self, request: int) -> None:
+        """Let go of a call, unless it is answered."""
+        if request not in self._calls:
+            return
+        if (call := self._calls[request]) is not None:
+            self._waiting.drop(call)
+        self._answer(EncodeReply(request=request, error=Cancelled("the call was cancelled").to_info()))
+
+    def _answer(self, reply: EncodeReply) -> None:
+        """The end of a call."""
+        del self._calls[reply.request]
+        self._replies.append(reply)
 
     def _wrong_task(self, message: Encode) -> Unsupported | None:
         labels, name = self._config.num_labels, self._config.architecture
@@ -329,7 +303,7 @@ class EncoderCore:
         rows = result.cpu().numpy()
         return [row.tobytes() if is_finite else None for row, is_finite in zip(rows, finite, strict=True)]
 
-    def _fail_step(self, batch: Sequence[tuple[_Call, int]], error: Exception) -> None:
+    def _fail_step(self, batch: Sequence[tuple[QueuedCall, int]], error: Exception) -> None:
         failure = internal_error("a step of the encoder failed", error)
         for call in dict.fromkeys(call for call, _ in batch):
             self._fail(call, failure)
@@ -337,7 +311,7 @@ class EncoderCore:
         if self._failed_steps >= _MAX_FAILED_STEPS:
             raise failure
 
-    def _fail(self, call: _Call, error: SglError) -> None:
+    def _fail(self, call: QueuedCall, error: SglError) -> None:
         """Answer a call with an error, and forget what of it still waits."""
         self._waiting.drop(call)
-        self._replies.append(EncodeReply(request=call.request, error=error.to_info()))
+        self._answer(EncodeReply(request=call.request, error=error.to_info()))

@@ -8,14 +8,16 @@ here, before anything is sent), and of its reply. Client half: no torch.
 from __future__ import annotations
 
 import array
+import asyncio
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any, Protocol
 
-from sgl.errors import EmptyPrompt, InvalidParameter, Unsupported
+from sgl.errors import EmptyPrompt, EngineDead, InvalidParameter, Unsupported
 from sgl.limits import DEFAULT_LIMITS
-from sgl.runtime.messages import Encode, EncodeReply, EncoderInput, EncoderTask, ToWorker
+from sgl.runtime.messages import CancelEncode, Encode, EncodeReply, EncoderInput, EncoderTask, ToWorker
 
 Output = dict[str, Any]
 
@@ -30,9 +32,12 @@ class Asker(Protocol):
     def ask(self, make: Callable[[int], ToWorker]) -> Future[Any]:
         """Send the message that `make` builds for a request number; the answer's future."""
 
+    def send(self, message: ToWorker) -> None:
+        """Send a message that has no answer."""
+
 
 class EncoderCall:
-    """One call under way.
+    """One call under way. Who waits for it and is interrupted (Ctrl-C, a task that is cancelled) cancels it.
 
     Args:
         task, inputs, single: what is asked; `single` says that one output is returned and no list.
@@ -42,16 +47,40 @@ class EncoderCall:
     def __init__(
         self, client: Asker, task: EncoderTask, inputs: tuple[EncoderInput, ...], *, single: bool, truncate: bool
     ) -> None:
+        self._client = client
         self._task = task
         self._single = single
         self._labels: Sequence[str] = client.info.get("encoder", {}).get("labels", ())
         self._started = time.monotonic()
-        self.future: Future[EncodeReply] = client.ask(
-            lambda request: Encode(request=request, task=task, inputs=inputs, truncate=truncate)
-        )
+        self._request = 0
 
-    def outputs(self, reply: EncodeReply) -> Any:
-        """The outputs of a reply, in the order of the inputs."""
+        def message(request: int) -> Encode:
+            self._request = request
+            return Encode(request=request, task=task, inputs=inputs, truncate=truncate)
+
+        self._reply: Future[EncodeReply] = client.ask(message)
+
+    def result(self) -> Any:
+        """The outputs, in the order of the inputs; waits for them. Raises what is wrong with one of the inputs."""
+        try:
+            return self._outputs(self._reply.result())
+        finally:
+            self.cancel()
+
+    async def async_result(self) -> Any:
+        """`result` for asyncio."""
+        try:
+            return self._outputs(await asyncio.wrap_future(self._reply))
+        finally:
+            self.cancel()
+
+    def cancel(self) -> None:
+        """Compute no more of it, unless it is answered: who waits for it gets `Cancelled`."""
+        if not self._reply.done():
+            with suppress(EngineDead):  # which computes nothing any more
+                self._client.send(CancelEncode(self._request))
+
+    def _outputs(self, reply: EncodeReply) -> Any:
         latency_s = time.monotonic() - self._started
         outputs = []
         for row, num_tokens in zip(reply.rows, reply.num_tokens, strict=True):
@@ -150,6 +179,12 @@ def _check_size(inputs: Sequence[EncoderInput]) -> None:
             raise InvalidParameter(
                 f"{number} {what} in one call; at most {most} are allowed", hint="split it into several calls"
             )
+
+
+def check_encoder(client: Asker) -> None:
+    """Raise `Unsupported` unless the model is one."""
+    if client.info.get("kind") != "encoder":
+        raise encodes_nothing(client.info.get("architecture"))
 
 
 def generates_nothing(architecture: Any) -> Unsupported:

@@ -25,7 +25,7 @@ from sgl.lang.graph import LONGEST_S, Graph, ProgramOptions, StateText, check_nu
 from sgl.runtime import encoding, offline
 from sgl.runtime.client import EventSink, Health, WorkerClient
 from sgl.runtime.config import EngineConfig, RuntimeOverride, config_from_mapping
-from sgl.runtime.encoding import encodes_nothing, generates_nothing
+from sgl.runtime.encoding import generates_nothing
 from sgl.runtime.loading.sources import check_model
 from sgl.runtime.messages import Cancel, EncoderTask, FlushCache, GetStats, Override, ReadState, Submit
 from sgl.runtime.pinned import PinnedPrefix, pin
@@ -358,8 +358,7 @@ class Engine:
             InvalidRequest: a wrong or empty text, or more tokens than the model takes (both numbers are named). Nothing
                 of the call was computed.
         """
-        call = self._texts_call("embed", prompt, input_ids, truncate)
-        return call.outputs(call.future.result())
+        return self._texts_call("embed", prompt, input_ids, truncate).result()
 
     async def async_encode(
         self,
@@ -368,9 +367,8 @@ class Engine:
         input_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
         truncate: bool = False,
     ) -> Any:
-        """`encode` for asyncio."""
-        call = self._texts_call("embed", prompt, input_ids, truncate)
-        return call.outputs(await asyncio.wrap_future(call.future))
+        """`encode` for asyncio. To cancel the task is to cancel the call."""
+        return await self._texts_call("embed", prompt, input_ids, truncate).async_result()
 
     def classify(
         self,
@@ -385,8 +383,17 @@ class Engine:
             `{"label": ..., "probs": {label: share}, "meta_info": ...}`, or a list of these. Shares are a softmax over
             labels that exclude each other, and sigmoids of those that do not.
         """
-        call = self._texts_call("classify", prompt, input_ids, truncate)
-        return call.outputs(call.future.result())
+        return self._texts_call("classify", prompt, input_ids, truncate).result()
+
+    async def async_classify(
+        self,
+        prompt: str | Sequence[str] | None = None,
+        *,
+        input_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
+        truncate: bool = False,
+    ) -> Any:
+        """`classify` for asyncio."""
+        return await self._texts_call("classify", prompt, input_ids, truncate).async_result()
 
     def score_pairs(self, pairs: Sequence[Any], *, truncate: bool = False) -> Any:
         """What a cross-encoder makes of a pair of texts or a list of pairs; errors as `encode`.
@@ -395,8 +402,11 @@ class Engine:
             `{"score": ..., "meta_info": ...}`, or a list of these. The score went through the activation that the
             model's configuration names, a sigmoid without one.
         """
-        call = self._pairs_call(pairs, truncate)
-        return call.outputs(call.future.result())
+        return self._pairs_call(pairs, truncate).result()
+
+    async def async_score_pairs(self, pairs: Sequence[Any], *, truncate: bool = False) -> Any:
+        """`score_pairs` for asyncio."""
+        return await self._pairs_call(pairs, truncate).async_result()
 
     def rerank(
         self, query: str, documents: Sequence[str], *, top_n: int | None = None, truncate: bool = False
@@ -405,20 +415,25 @@ class Engine:
         "meta_info"}` each. Errors as `encode`."""
         encoding.check_top_n(top_n)
         documents = list(documents)
-        call = self._pairs_call([(query, document) for document in documents], truncate)
-        return encoding.ranked(documents, call.outputs(call.future.result()), top_n)
+        scores = self.score_pairs([(query, document) for document in documents], truncate=truncate)
+        return encoding.ranked(documents, scores, top_n)
+
+    async def async_rerank(
+        self, query: str, documents: Sequence[str], *, top_n: int | None = None, truncate: bool = False
+    ) -> list[dict[str, Any]]:
+        """`rerank` for asyncio."""
+        encoding.check_top_n(top_n)
+        documents = list(documents)
+        scores = await self.async_score_pairs([(query, document) for document in documents], truncate=truncate)
+        return encoding.ranked(documents, scores, top_n)
 
     def _texts_call(self, task: EncoderTask, prompt: Any, input_ids: Any, truncate: bool) -> encoding.EncoderCall:
-        self._check_encoder()
+        encoding.check_encoder(self._client)
         return encoding.texts_call(self._client, task, prompt, input_ids, truncate=truncate)
 
     def _pairs_call(self, pairs: Any, truncate: bool) -> encoding.EncoderCall:
-        self._check_encoder()
+        encoding.check_encoder(self._client)
         return encoding.pairs_call(self._client, pairs, truncate=truncate)
-
-    def _check_encoder(self) -> None:
-        if self._client.info.get("kind") != "encoder":
-            raise encodes_nothing(self._client.info.get("architecture"))
 
     def _runs(
         self,

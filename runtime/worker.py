@@ -48,6 +48,7 @@ from sgl.runtime.logs import forward_worker_logs, set_worker_level
 from sgl.runtime.memory_plan import BYTES_OF
 from sgl.runtime.messages import (
     Cancel,
+    CancelEncode,
     Encode,
     EncodeReply,
     Events,
@@ -292,6 +293,8 @@ class Worker:
                 self._refuse(message)
             case Encode():
                 self._send(EncodeReply(request=message.request, error=encodes_nothing("a decoder").to_info()))
+            case CancelEncode():
+                pass  # it was told at once that nothing is encoded here
             case Hello():
                 raise InternalError("the client said hello twice")
         return True

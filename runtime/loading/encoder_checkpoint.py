@@ -8,6 +8,7 @@ imports no torch.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -31,6 +32,9 @@ if TYPE_CHECKING:
     from sgl.runtime.models.bert import Bert
 
 _CLASSIFIER = "ForSequenceClassification"
+_CLASSIFIER_TASK = ("sequence-classification", "scores", "logits")
+_VECTOR_TASK = ("feature-extraction", "token_embeddings", "last_hidden_state")
+"""What sentence-transformers calls the task, its output, and that of the model."""
 _HEADS_LEFT_OUT = ("pooler.", "cls.")
 """Parts of a checkpoint that a pooled vector does not go through."""
 _OLD_NAMES = {".gamma": ".weight", ".beta": ".bias"}
@@ -176,8 +180,7 @@ def _config(folder: Path) -> EncoderConfig:
             hint="fetch the model again",
         )
     _check_supported(fields, path)
-    sentence = json_object(folder, "sentence_bert_config.json")
-    most = fields.max_position_embeddings
+    sentence = _sentence_settings(folder, is_classifier=name.endswith(_CLASSIFIER))
     return EncoderConfig(
         architecture=name,
         vocab_size=fields.vocab_size,
@@ -185,11 +188,12 @@ def _config(folder: Path) -> EncoderConfig:
         intermediate_size=fields.intermediate_size,
         num_hidden_layers=fields.num_hidden_layers,
         num_attention_heads=fields.num_attention_heads,
-        max_position_embeddings=most,
+        max_position_embeddings=fields.max_position_embeddings,
         type_vocab_size=fields.type_vocab_size,
         layer_norm_eps=fields.layer_norm_eps,
         hidden_act=fields.hidden_act,
-        max_len=min(most, _count(sentence.get("max_seq_length"), folder / "sentence_bert_config.json") or most),
+        max_len=min(fields.max_position_embeddings, sentence.max_seq_length or _tokenizer_len(folder)),
+        lower_case=sentence.do_lower_case,
         checkpoint_dtype=fields.dtype or fields.torch_dtype or "float32",
         **(_head(fields, path) if name.endswith(_CLASSIFIER) else _vectors(folder)),
     )
@@ -210,6 +214,53 @@ def _check_supported(fields: _Fields, path: Path) -> None:
             raise UnsupportedModel(f"{path}: {what}, which is not computed here", hint="use another model")
 
 
+class _SentenceSettings(msgspec.Struct, kw_only=True):
+    """What a `sentence_bert_config.json` may say. Newer ones also say what the transformer is asked for."""
+
+    max_seq_length: Annotated[int, Meta(ge=3)] | None = None
+    do_lower_case: bool = False
+    transformer_task: str | None = None
+    modality_config: dict[str, dict[str, str]] | None = None
+    module_output_name: str | None = None
+
+
+def _sentence_settings(folder: Path, *, is_classifier: bool) -> _SentenceSettings:
+    path = folder / "sentence_bert_config.json"
+    given = {name: value for name, value in json_object(folder, path.name).items() if value}
+    for name in given.keys() - set(_SentenceSettings.__struct_fields__):
+        raise UnsupportedModel(
+            f"{path} sets {name}, which is not known here",
+            hint=f"known are {', '.join(_SentenceSettings.__struct_fields__)}",
+        )
+    try:
+        settings = msgspec.convert(given, _SentenceSettings)
+    except msgspec.ValidationError as error:
+        raise CorruptModel(f"{path}: {error}", hint="fetch the model again") from None
+    task, output, states = _CLASSIFIER_TASK if is_classifier else _VECTOR_TASK
+    known: dict[str, Any] = {
+        "transformer_task": task,
+        "module_output_name": output,
+        "modality_config": {"text": {"method": "forward", "method_output_name": states}},
+    }
+    for name, value in known.items():
+        if (asked := getattr(settings, name)) not in (None, value):
+            raise UnsupportedModel(f"{path}: {name} is {asked!r}", hint=f"supported is {value!r}")
+    return settings
+
+
+def _tokenizer_len(folder: Path) -> int:
+    """Tokens that the tokenizer's makers take, where the folder does not say how many the model's do."""
+    given = json_object(folder, "tokenizer_config.json").get("model_max_length")
+    if given is None:
+        return sys.maxsize
+    if isinstance(given, bool) or not isinstance(given, (int, float)) or not given >= 3:
+        raise CorruptModel(
+            f"{folder / 'tokenizer_config.json'}: model_max_length is {given!r}; expected a number above 2",
+            hint="fetch the model again",
+        )
+    return int(min(given, sys.maxsize))  # "none" is written as 10 to the power of 30
+
+
 # --- vectors --------------------------------------------------------------------------------------------------------
 
 
@@ -218,22 +269,25 @@ def _vectors(folder: Path) -> dict[str, Any]:
     modules = _modules(folder)
     values: dict[str, Any] = {"pooling": "mean", "normalize": False, "prompt": _prompt(folder)}
     include_prompt = True
-    for kind, place in modules[1:]:
-        if kind == "Pooling":
-            values["pooling"], include_prompt = _pooling(folder, f"{place}/config.json")
-        elif kind == "Normalize":
-            values["normalize"] = True
-        else:
+    if modules:
+        kinds = [kind for kind, _ in modules]
+        if kinds not in (_PLAIN_MODULES, [*_PLAIN_MODULES, "Normalize"]) or modules[0][1]:
             raise UnsupportedModel(
-                f"{folder / 'modules.json'} has a module {kind}, which is not computed here",
-                hint="supported behind the transformer are Pooling and Normalize",
+                f"{folder / 'modules.json'} has the modules {', '.join(kinds)}"
+                + (f", the first in the folder {modules[0][1]!r}" if modules[0][1] else ""),
+                hint="supported are a Transformer beside it, then Pooling, then Normalize or nothing",
             )
+        values["pooling"], include_prompt = _pooling(folder, f"{modules[1][1]}/config.json")
+        values["normalize"] = "Normalize" in kinds
     if values["prompt"] and not include_prompt:
         raise UnsupportedModel(
             f"{folder} leaves its default prompt out of the pooled states, which is not computed here",
             hint="use another model",
         )
     return values
+
+
+_PLAIN_MODULES = ["Transformer", "Pooling"]
 
 
 def _modules(folder: Path) -> list[tuple[str, str]]:
@@ -260,17 +314,19 @@ _POOLINGS: dict[str, Pooling] = {
     "pooling_mode_cls_token": "cls",
     "pooling_mode_mean_tokens": "mean",
     "pooling_mode_lasttoken": "last",
+    "cls": "cls",
+    "mean": "mean",
+    "lasttoken": "last",
 }
+"""By the flag that is set, and by the value of `pooling_mode`, as newer versions write it."""
 
 
 def _pooling(folder: Path, name: str) -> tuple[Pooling, bool]:
     """How states are pooled, and whether those of the prompt are among them."""
     given = json_object(folder, name)
     modes = [mode for mode, is_set in given.items() if mode.startswith("pooling_mode_") and is_set]
-    if isinstance(given.get("pooling_mode"), str):  # as newer versions write it
-        modes = [
-            {pooling: mode for mode, pooling in _POOLINGS.items()}.get(given["pooling_mode"], given["pooling_mode"])
-        ]
+    if isinstance(mode := given.get("pooling_mode"), str):
+        modes = [mode]
     if len(modes) != 1 or modes[0] not in _POOLINGS:
         raise UnsupportedModel(
             f"{folder / name} pools by {' and '.join(modes) or 'nothing'}",
@@ -291,12 +347,6 @@ def _prompt(folder: Path) -> str:
             f"{folder / 'config_sentence_transformers.json'} has no prompt {name!r}", hint="fetch the model again"
         )
     return prompt
-
-
-def _count(value: Any, path: Path) -> int | None:
-    if value is None or (isinstance(value, int) and not isinstance(value, bool) and value > 2):
-        return value
-    raise CorruptModel(f"{path}: max_seq_length is {value!r}; expected a number above 2", hint="fetch the model again")
 
 
 # --- labels ---------------------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ class EncoderConfig(msgspec.Struct, frozen=True, kw_only=True):
         max_len: tokens of an input, special ones included.
         pooling, normalize: how a text's states become its vector, and whether that has length one.
         prompt: text that is put before every text.
+        lower_case: texts are made lower case before they are tokenized, whatever the tokenizer does.
         labels: names of what a classifier tells apart; empty when the model gives vectors.
         activation: what becomes of a classifier's logits.
     """
@@ -35,6 +36,7 @@ class EncoderConfig(msgspec.Struct, frozen=True, kw_only=True):
     pooling: Pooling = "mean"
     normalize: bool = False
     prompt: str = ""
+    lower_case: bool = False
     labels: tuple[str, ...] = ()
     activation: Activation = "identity"
     checkpoint_dtype: str = "float32"

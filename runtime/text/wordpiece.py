@@ -15,9 +15,12 @@ import tokenizers
 from tokenizers import models, normalizers, pre_tokenizers, processors
 
 from sgl.errors import CorruptModel, EmptyPrompt, InvalidParameter, PromptTooLong, UnsupportedModel
+from sgl.limits import DEFAULT_LIMITS, Limits
 from sgl.runtime.loading.folder import json_object, text_of
+from sgl.runtime.text.tokenizer import check_text
 
 _SPECIAL = ("[UNK]", "[CLS]", "[SEP]", "[PAD]", "[MASK]")
+_SAVE = "save the tokenizer with transformers' save_pretrained() first, which writes tokenizer.json"
 _LONGEST_WORD = 100
 """Characters; longer ones are unknown (BERT's own rule)."""
 
@@ -34,13 +37,15 @@ class EncoderTokenizer:
 
     Args:
         backend: with a post-processor that puts special tokens around one text and two.
+        limits: on texts.
     """
 
-    def __init__(self, backend: tokenizers.Tokenizer) -> None:
+    def __init__(self, backend: tokenizers.Tokenizer, limits: Limits = DEFAULT_LIMITS) -> None:
         backend.no_truncation()
         backend.no_padding()
         backend.encode_special_tokens = True
         self._backend = backend
+        self._limits = limits
         self.vocab_size = backend.get_vocab_size(with_added_tokens=True)
 
     @classmethod
@@ -48,14 +53,17 @@ class EncoderTokenizer:
         """Of `tokenizer.json`, else of `vocab.txt`.
 
         Raises:
-            UnsupportedModel: there is neither.
+            UnsupportedModel: there is neither, or tokenizer_config.json asks for what is not done here.
             CorruptModel: the file cannot be read.
         """
+        config = json_object(folder, "tokenizer_config.json")
+        _refuse(config, folder, {"truncation_side": ("right",)})
         try:
             if (text := text_of(folder, "tokenizer.json")) is not None:
                 return cls(tokenizers.Tokenizer.from_str(text))
             if (text := text_of(folder, "vocab.txt")) is not None:
-                return cls(_wordpiece(text.splitlines(), json_object(folder, "tokenizer_config.json")))
+                _refuse(config, folder, _VOCABULARY_ONLY)
+                return cls(_wordpiece(text.splitlines(), config))
         except (CorruptModel, UnsupportedModel):
             raise
         except Exception as error:  # noqa: BLE001 - the library raises bare Exception
@@ -64,7 +72,7 @@ class EncoderTokenizer:
             ) from None
         raise UnsupportedModel(
             f"{folder} has neither tokenizer.json nor vocab.txt",
-            hint="save the tokenizer with transformers' save_pretrained() first",
+            hint=_SAVE,
         )
 
     def encode(self, text: str, pair: str | None, max_len: int, *, truncate: bool) -> EncoderText:
@@ -76,16 +84,14 @@ class EncoderTokenizer:
         Raises:
             EmptyPrompt: there is no text.
             PromptTooLong: more than `max_len` tokens, with both numbers.
-            InvalidParameter: text with lone surrogates.
+            InvalidParameter: longer than `limits.max_prompt_bytes`, or with lone surrogates.
         """
         if not text or pair == "":
             raise EmptyPrompt("a text is empty", hint="pass some text")
-        try:
-            given = [self._backend.encode(part, add_special_tokens=False) for part in (text, pair) if part is not None]
-        except (TypeError, UnicodeEncodeError):
-            raise InvalidParameter(
-                "a text has a lone surrogate", hint="decode the input with errors='replace' before passing it on"
-            ) from None
+        parts = [text] if pair is None else [text, pair]
+        for part in parts:
+            check_text(part, self._limits.max_prompt_bytes)
+        given = [self._backend.encode(part, add_special_tokens=False) for part in parts]
         room = max_len - self._backend.num_special_tokens_to_add(pair is not None)
         if (num_tokens := sum(map(len, given))) > room:
             if not truncate:
@@ -113,6 +119,24 @@ class EncoderTokenizer:
             raise too_long(len(ids), max_len)
         kept = tuple(ids[:max_len])
         return EncoderText(kept, (0,) * len(kept))
+
+
+_VOCABULARY_ONLY = {
+    "do_basic_tokenize": (True,),
+    "never_split": ([],),
+    "tokenizer_class": ("BertTokenizer", "BertTokenizerFast"),
+}
+"""Settings that a tokenizer.json has in itself, and what of them BERT's own rule is."""
+
+
+def _refuse(config: dict[str, Any], folder: Path, known: dict[str, tuple[Any, ...]]) -> None:
+    """Raise `UnsupportedModel` for a setting that would give other tokens than are given here."""
+    for name, values in known.items():
+        if (value := config.get(name)) is not None and value not in values:
+            raise UnsupportedModel(
+                f"{folder / 'tokenizer_config.json'}: {name} is {value!r}, which is not done here",
+                hint=f"save the tokenizer with {name} {values[0]!r}" if name == "truncation_side" else _SAVE,
+            )
 
 
 def too_long(num_tokens: int, max_len: int) -> PromptTooLong:

@@ -119,6 +119,7 @@ TO_WORKER = [
     messages.Override(6, {"max_queue": 5}, "a test"),
     messages.Encode(2, "embed", (messages.EncoderInput(text="a"), messages.EncoderInput(token_ids=(1, 2))), True),
     messages.Encode(2, "score", (messages.EncoderInput(text="a", pair="b"),)),
+    messages.CancelEncode(2),
     messages.Shutdown(),
 ]
 TO_CLIENT = [

@@ -3,9 +3,13 @@ what folders of sentence-transformers say; what is refused; and one whole engine
 
 from __future__ import annotations
 
+import asyncio
 import json
+import random
+import sys
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +18,7 @@ import pytest
 import torch
 
 from sgl.errors import (
+    Cancelled,
     ConfigError,
     CorruptModel,
     EmptyPrompt,
@@ -25,16 +30,18 @@ from sgl.errors import (
     UnsupportedModel,
 )
 from sgl.lang.graph import FailedEvent, Graph, ProgramOptions
+from sgl.limits import DEFAULT_LIMITS
 from sgl.runtime.config import EngineConfig
 from sgl.runtime.encoder import EncoderCore
+from sgl.runtime.encoder_queue import EncoderQueue, QueuedCall
 from sgl.runtime.encoder_start import EncoderMachine, build_encoder, resolve_encoder
 from sgl.runtime.encoding import texts_call
 from sgl.runtime.engine import Engine
 from sgl.runtime.loading.checkpoint import open_checkpoint
 from sgl.runtime.loading.encoder_checkpoint import EncoderCheckpoint, encoder_checkpoint
 from sgl.runtime.loading.sources import locate
-from sgl.runtime.messages import Encode, EncodeReply, EncoderInput, Events, GetStats, StatsReply, Submit
-from sgl.runtime.text.wordpiece import EncoderTokenizer
+from sgl.runtime.messages import CancelEncode, Encode, EncodeReply, EncoderInput, Events, GetStats, StatsReply, Submit
+from sgl.runtime.text.wordpiece import EncoderText, EncoderTokenizer
 
 WORDS = [
     *("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"),
@@ -83,6 +90,16 @@ def sentence_files(mode: str = "pooling_mode_mean_tokens", *, normalize: bool = 
     kinds = [("", "Transformer"), ("1_Pooling", "Pooling"), *([("2_Normalize", "Normalize")] if normalize else [])]
     modules = [{"path": path, "type": f"sentence_transformers.models.{kind}"} for path, kind in kinds]
     return {"modules.json": modules, "1_Pooling/config.json": {"word_embedding_dimension": 48, mode: True}}
+
+
+def modules(*kinds: str, first: str = "") -> dict[str, Any]:
+    """A `modules.json` of these, in folders of their own but for the first, with means where one pools."""
+    rows = [
+        {"path": f"{index}_{kind}" if index else first, "type": f"sentence_transformers.models.{kind}"}
+        for index, kind in enumerate(kinds)
+    ]
+    pooling = {f"{row['path']}/config.json": {"pooling_mode": "mean"} for row in rows if "Pooling" in row["type"]}
+    return {"modules.json": rows, **pooling}
 
 
 def opened(folder: Path) -> EncoderCheckpoint:
@@ -233,6 +250,130 @@ def test_calls_take_turns(tmp_path: Path) -> None:
     assert stats.stats["num_waiting"] == 36
 
 
+def queue_of(lengths: Sequence[Sequence[int]]) -> EncoderQueue:
+    """A queue of calls with inputs of these lengths."""
+    queue = EncoderQueue()
+    for request, own in enumerate(lengths):
+        queue.add(QueuedCall(request, [EncoderText((0,) * length, (0,) * length) for length in own]))
+    return queue
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_what_waits_is_taken_once_the_nearest_in_length_first(seed: int) -> None:
+    draw = random.Random(seed)
+    lengths = [[draw.randint(1, 30) for _ in range(draw.randint(1, 40))] for _ in range(12)]
+    queue = queue_of(lengths)
+    waiting = [list(own) for own in lengths]
+    turns = list(range(len(lengths)))
+    while queue:
+        step = queue.take(60)
+        turn, first = step[0][0].request, lengths[step[0][0].request][step[0][1]]
+        assert turn == turns[0]
+        taken = [lengths[call.request][index] for call, index in step]
+        assert len(taken) == 1 or max(taken) * len(taken) <= 60
+        for call, index in step:
+            waiting[call.request].remove(lengths[call.request][index])
+        turns = [each for each in [*turns[1:], turn] if waiting[each]]
+        left = [length for own in waiting for length in own]
+        assert all(abs(length - first) >= abs(max(taken, key=lambda one: abs(one - first)) - first) for length in left)
+        assert len(queue) == len(left)
+    assert not any(waiting)
+
+
+def test_a_step_costs_what_it_takes() -> None:
+    """However many inputs wait: twice as many are twice the work. Counted in calls of functions."""
+
+    def work(num_calls: int) -> int:
+        queue = queue_of([[1 + (7 * index + 3 * call) % 50 for index in range(25)] for call in range(num_calls)])
+        calls = 0
+
+        def count(frame: Any, event: str, arg: Any) -> None:
+            nonlocal calls
+            calls += event in ("call", "c_call")
+
+        sys.setprofile(count)
+        try:
+            while queue:
+                queue.take(200)
+        finally:
+            sys.setprofile(None)
+        return calls
+
+    once, twice = work(40), work(80)
+    assert once > 1000
+    assert twice < 2.2 * once
+
+
+def test_a_call_that_is_cancelled(tmp_path: Path) -> None:
+    """Before it is tokenized, while it waits, and between two of its steps: it is told so, and nothing of it is
+    computed any more; the others never notice."""
+    folder = write(tmp_path, make())
+    held = HeldExecutor()
+    core = build_encoder(
+        EngineConfig(model_path=str(folder), device="cpu", chunked_prefill_size=16), opened(folder), executor=held
+    )[0]
+    for request in range(4):
+        core.handle(Encode(request=request, task="embed", inputs=tuple(texts(*["a dog"] * 8))))
+    core.handle(CancelEncode(request=0))
+    core.handle(CancelEncode(request=0))
+    core.handle(CancelEncode(request=99))
+    held.run()
+    ended = {reply.request: reply for reply in core.take_replies() if isinstance(reply, EncodeReply)}
+    core.handle(CancelEncode(request=1))
+    core.step()
+    core.handle(CancelEncode(request=2))  # after four of its texts
+    core.handle(GetStats(request=9))
+    while core.has_work:
+        core.step()
+    core.handle(CancelEncode(request=3))  # which is answered
+    replies = core.take_replies()
+    (stats,) = [reply for reply in replies if isinstance(reply, StatsReply)]
+    assert (stats.stats["num_inputs"], stats.stats["num_waiting"]) == (4, 8)
+    assert core.stats.num_inputs == 12
+    for reply in (*ended.values(), *replies):
+        if isinstance(reply, EncodeReply):
+            assert (reply.error.code if reply.error else None) == (None if reply.request == 3 else Cancelled.code)
+            ended[reply.request] = reply
+    assert sorted(ended) == [0, 1, 2, 3]
+    assert len(ended[3].rows) == 8
+
+
+class HeldExecutor(ThreadPoolExecutor):
+    """Runs what it was given when it is told to, in this thread."""
+
+    def __init__(self) -> None:
+        super().__init__(1)
+        self._held: list[tuple[Future[Any], Any]] = []
+
+    def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        self._held.append((future, partial(fn, *args, **kwargs)))
+        return future
+
+    def run(self) -> None:
+        for future, job in self._held:
+            future.set_result(job())
+
+
+def test_a_text_of_too_many_bytes(tmp_path: Path) -> None:
+    """Refused before it is tokenized; who is computed beside it does not notice."""
+    core = core_of(write(tmp_path, make()))
+    good = ask(core, "embed", texts("a cat"))
+    most = DEFAULT_LIMITS.max_prompt_bytes
+    wrong = {1: EncoderInput(text="a" * (most + 1)), 2: EncoderInput(text="a", pair="\u00e9" * (most // 2 + 1))}
+    for request, given in wrong.items():
+        core.handle(Encode(request=request, task="embed", inputs=(given,), truncate=True))
+    core.handle(Encode(request=3, task="embed", inputs=tuple(texts("a cat"))))
+    while core.has_work:
+        core.step()
+    replies = {reply.request: reply for reply in core.take_replies() if isinstance(reply, EncodeReply)}
+    assert np.array_equal(np.frombuffer(replies[3].rows[0], dtype=np.float32), good[0])
+    for request in wrong:
+        error = SglError.from_info(replies[request].error)  # type: ignore[arg-type]
+        assert isinstance(error, InvalidParameter)
+        assert f"at most {most} are allowed" in error.message
+
+
 def test_a_bad_call_harms_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     core = core_of(write(tmp_path, make()))
     good = ask(core, "embed", texts("a cat"))
@@ -319,21 +460,84 @@ def test_the_files_of_sentence_transformers(tmp_path: Path) -> None:
     )
     config = opened(write(tmp_path / "c", make())).config
     assert (config.pooling, config.normalize, config.max_len) == ("mean", False, 32)
+    for mode, pooling in (("cls", "cls"), ("mean", "mean"), ("lasttoken", "last")):
+        newer = {**modules("Transformer", "Pooling"), "1_Pooling/config.json": {"pooling_mode": mode}}
+        assert opened(write(tmp_path / mode, make(), newer)).config.pooling == pooling
+
+
+def test_how_long_a_text_may_be(tmp_path: Path) -> None:
+    """What the model's makers say, else the tokenizer's; never more than there are positions."""
+    said: list[tuple[dict[str, Any], dict[str, Any], int]] = [
+        ({}, {"model_max_length": 20}, 20),
+        ({}, {"model_max_length": 10**30}, 32),
+        ({"max_seq_length": 24}, {"model_max_length": 20}, 24),
+        ({"max_seq_length": None}, {"model_max_length": 20}, 20),
+        ({"max_seq_length": 99}, {}, 32),
+    ]
+    model = make()
+    for number, (sentence, tokenizer, longest) in enumerate(said):
+        files = {"sentence_bert_config.json": sentence, "tokenizer_config.json": tokenizer}
+        assert opened(write(tmp_path / str(number), model, files)).config.max_len == longest
+
+
+def test_texts_are_made_lower_case_where_the_makers_did(tmp_path: Path) -> None:
+    """Beside a tokenizer that tells upper case apart, and so with the prompt and the second text of a pair."""
+    cased = {"tokenizer_config.json": {"do_lower_case": False}}
+    lower = {"sentence_bert_config.json": {"max_seq_length": 16, "do_lower_case": True}, **cased}
+    model = make()
+    plain, honoured = (core_of(write(tmp_path / name, model, files)) for name, files in (("a", cased), ("b", lower)))
+    small, large = texts("the cat sat"), texts("The CAT sat")
+    assert not np.array_equal(ask(plain, "embed", small), ask(plain, "embed", large))
+    assert np.array_equal(ask(honoured, "embed", small), ask(honoured, "embed", large))
+    assert np.array_equal(ask(honoured, "embed", small), ask(plain, "embed", small))
+
+
+def test_the_settings_of_newer_versions(tmp_path: Path) -> None:
+    """They name what is asked of the transformer, which is what is computed here."""
+    for head, task, states, output in (
+        ("Model", "feature-extraction", "last_hidden_state", "token_embeddings"),
+        ("ForSequenceClassification", "sequence-classification", "logits", "scores"),
+    ):
+        settings = {
+            "transformer_task": task,
+            "modality_config": {"text": {"method": "forward", "method_output_name": states}},
+            "module_output_name": output,
+            "model_args": {},
+        }
+        folder = write(tmp_path / head, make(head), {"sentence_bert_config.json": settings})
+        assert opened(folder).config.max_len == 32
 
 
 @pytest.mark.parametrize(
     ("files", "fields", "kind", "said"),
     [
         (sentence_files("pooling_mode_max_tokens"), {}, UnsupportedModel, "pools by pooling_mode_max_tokens"),
-        (
-            {"modules.json": [{"type": "x.Transformer"}, {"type": "x.Dense", "path": "2"}]},
-            {},
-            UnsupportedModel,
-            "Dense",
-        ),
+        (modules("Transformer", "Dense"), {}, UnsupportedModel, "modules.json has the modules Transformer, Dense"),
+        (modules("Transformer", "Normalize", "Pooling"), {}, UnsupportedModel, "Transformer, Normalize, Pooling"),
+        (modules("Transformer", "Pooling", "Pooling"), {}, UnsupportedModel, "Transformer, Pooling, Pooling"),
+        (modules("BoW", "Pooling"), {}, UnsupportedModel, "has the modules BoW, Pooling"),
+        (modules("Transformer"), {}, UnsupportedModel, "supported are a Transformer beside it, then Pooling"),
+        (modules("Transformer", "Pooling", first="0_Transformer"), {}, UnsupportedModel, "'0_Transformer'"),
         ({"modules.json": [{}, {"type": "x.Pooling", "path": "../up"}]}, {}, CorruptModel, "names the folder"),
         ({"modules.json": {}}, {}, CorruptModel, "modules.json"),
-        ({"sentence_bert_config.json": {"max_seq_length": "x"}}, {}, CorruptModel, "max_seq_length is 'x'"),
+        ({"sentence_bert_config.json": {"max_seq_length": "x"}}, {}, CorruptModel, "max_seq_length"),
+        ({"sentence_bert_config.json": {"max_seq_length": 2}}, {}, CorruptModel, "max_seq_length"),
+        ({"sentence_bert_config.json": {"model_args": {"a": 1}}}, {}, UnsupportedModel, "config.json sets model_args"),
+        (
+            {"sentence_bert_config.json": {"transformer_task": "fill-mask"}},
+            {},
+            UnsupportedModel,
+            "transformer_task is 'fill-mask'",
+        ),
+        ({"tokenizer_config.json": {"model_max_length": "x"}}, {}, CorruptModel, "model_max_length is 'x'"),
+        ({"tokenizer_config.json": {"truncation_side": "left"}}, {}, UnsupportedModel, "truncation_side is 'left'"),
+        ({"tokenizer_config.json": {"do_basic_tokenize": False}}, {}, UnsupportedModel, "do_basic_tokenize is False"),
+        (
+            {"tokenizer_config.json": {"tokenizer_class": "BertJapaneseTokenizer"}},
+            {},
+            UnsupportedModel,
+            "tokenizer_class is 'BertJapaneseTokenizer'",
+        ),
         ({}, {"hidden_act": "swish9"}, UnsupportedModel, "hidden_act is 'swish9'"),
         ({}, {"position_embedding_type": "relative_key"}, UnsupportedModel, "relative_key"),
         ({}, {"is_decoder": True}, UnsupportedModel, "is_decoder"),
@@ -419,6 +623,30 @@ def test_an_engine_scores_ranks_and_classifies(cross_encoder: tuple[Engine, Any,
     assert engine.stats()["num_calls"] >= 3
 
 
+def test_a_task_that_is_cancelled_cancels_its_call(cross_encoder: tuple[Engine, Any, Path]) -> None:
+    engine, _, _ = cross_encoder
+    before = engine.stats()["num_inputs"]
+
+    async def begin_and_go() -> None:
+        tasks = [
+            asyncio.create_task(engine.async_classify(["the cat sat on the mat"] * 20_000)),
+            asyncio.create_task(engine.async_score_pairs([("a cat", "a dog")] * 20_000)),
+            asyncio.create_task(engine.async_rerank("a cat", ["a dog"] * 20_000)),
+        ]
+        await asyncio.sleep(0)
+        for task in tasks:
+            task.cancel()
+        assert all(
+            isinstance(end, asyncio.CancelledError) for end in await asyncio.gather(*tasks, return_exceptions=True)
+        )
+
+    asyncio.run(begin_and_go())
+    assert asyncio.run(engine.async_rerank("a cat", ["a dog", "the cat"], top_n=1))[0]["index"] in (0, 1)
+    stats = engine.stats()
+    assert stats["num_waiting"] == 0
+    assert stats["num_inputs"] - before < 20_000
+
+
 def test_an_encoder_generates_nothing(cross_encoder: tuple[Engine, Any, Path]) -> None:
     engine, _, _ = cross_encoder
     for ask_for in (
@@ -473,8 +701,7 @@ def test_one_text_and_many(tmp_path: Path) -> None:
             return answer
 
     def embedded(given: Any, **options: Any) -> Any:
-        call = texts_call(Client(), "embed", given, options.get("input_ids"), truncate=False)
-        return call.outputs(call.future.result())
+        return texts_call(Client(), "embed", given, options.get("input_ids"), truncate=False).result()
 
     one, many = embedded("a cat"), embedded(["a cat", "the dog ran"])
     assert one["embedding"] == pytest.approx(many[0]["embedding"], abs=1e-6)
