@@ -7,6 +7,10 @@ may be read by later chunks of the same plan: a layer writes all keys and values
 two sequences that share a prefix compute it once even when they start in the same step.
 
 A step may be planned and computed before the tokens of the one before are known to the host: see `Chunk.follows`.
+
+Verification of drafts is a chunk, too: behind the tokens that are known it computes some that are guessed, and draws
+after each of them as if it were known (`Chunk.checks`). What is drawn is the same with and without them; how far the
+guesses agree with it says how many of the draws count.
 """
 
 from __future__ import annotations
@@ -37,7 +41,7 @@ class SampleSpec(msgspec.Struct, frozen=True, kw_only=True):
         sampling: temperature and the rest.
         seed: resolved seed of this generation; with `position` it fixes the draw.
         position: how many tokens the generation has produced so far.
-        output_ids: these tokens, for penalties.
+        output_ids: these tokens, for penalties and processors; empty behind a draft where neither is asked for.
         processor_params: what the custom logit processor is given.
         blocked_ids: tokens that may not come now (stops before `min_new_tokens`).
         matcher: the constraint's state; its mask is in the plan's `masks`.
@@ -71,6 +75,10 @@ class Chunk(msgspec.Struct, frozen=True, kw_only=True):
         scores: log-probabilities to return, in order.
         follows: the only token is `UNKNOWN` as yet: which of the tokens that the step before draws, in the order of its
             chunks, it is.
+        num_drafts: of `token_ids`, the last so many are guesses; `sample` draws after the last one before them.
+        checks: what to draw after each of the first drafts. Drafts behind those are guesses of what stands after the
+            end of the generation.
+        num_ahead: logits are wanted after the last so many drafts, too, for whoever goes on there.
     """
 
     sequence: int
@@ -80,18 +88,42 @@ class Chunk(msgspec.Struct, frozen=True, kw_only=True):
     sample: SampleSpec | None = None
     scores: tuple[ScoreSpec, ...] = ()
     follows: int | None = None
+    num_drafts: int = 0
+    checks: tuple[SampleSpec, ...] = ()
+    num_ahead: int = 0
 
     @property
     def end(self) -> int:
-        """Length of the sequence after this chunk."""
+        """Length of the sequence after this chunk, drafts included."""
         return self.start + len(self.token_ids)
+
+    @property
+    def known_end(self) -> int:
+        """The same without drafts."""
+        return self.end - self.num_drafts
+
+    @property
+    def drafts(self) -> list[int]:
+        """The guesses."""
+        return self.token_ids[len(self.token_ids) - self.num_drafts :]
+
+    @property
+    def draws(self) -> list[tuple[int, SampleSpec]]:
+        """Where to draw, as offsets into `token_ids`, and how."""
+        if self.sample is None:
+            return []
+        first = len(self.token_ids) - self.num_drafts - 1
+        return list(enumerate((self.sample, *self.checks), start=first))
 
     @property
     def logit_offsets(self) -> list[int]:
         """Offsets into `token_ids` whose logits are needed, ascending and distinct."""
+        length = len(self.token_ids)
+        if not self.num_drafts and not self.scores:
+            return [] if self.sample is None else [length - 1]
         wanted = {score.offset for score in self.scores}
-        if self.sample is not None:
-            wanted.add(len(self.token_ids) - 1)
+        wanted.update(offset for offset, _ in self.draws)
+        wanted.update(range(length - self.num_ahead, length))
         return sorted(wanted)
 
 
@@ -129,7 +161,8 @@ class RowResult(msgspec.Struct, frozen=True, kw_only=True):
     """What a step gave one chunk: the token drawn, its log-probability, those of the top ones and of the ids given, and
     per score asked for the log-probabilities of its ids (`scores`) and of the top ones (`tops`; empty without any).
 
-    `failed` is a reason (a code of `sgl.errors` and a sentence) when this row alone is unusable.
+    `failed` is a reason (a code of `sgl.errors` and a sentence) when this row alone is unusable. `more` are the results
+    of the chunk's `checks`, which mean something as long as the drafts before them were right.
     """
 
     sequence: int
@@ -140,6 +173,7 @@ class RowResult(msgspec.Struct, frozen=True, kw_only=True):
     scores: tuple[tuple[float, ...], ...] = ()
     tops: tuple[tuple[tuple[int, float], ...], ...] = ()
     failed: tuple[str, str] | None = None
+    more: tuple[RowResult, ...] = ()
 
 
 class StepResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -152,8 +186,8 @@ class Pending(Protocol):
     """The result of a step that a device may still compute.
 
     Attributes:
-        token_ids: int64 `[D]` where the model is, one per chunk that draws, in their order; of a row that failed any
-            valid id. What the forward of the next step takes in place of tokens that it `follows`.
+        token_ids: int64 `[D]` where the model is, one per draw (`Chunk.draws`), in their order; of a row that failed
+            any valid id. What the forward of the next step takes in place of tokens that it `follows`.
     """
 
     token_ids: Any

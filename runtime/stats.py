@@ -24,7 +24,8 @@ class Stats(msgspec.Struct, kw_only=True):
         prompt_tokens, cached_tokens, prefill_tokens: as in `Usage`, over all requests.
         decode_tokens: output tokens that came from a forward; `forced_tokens` were appended without one.
         reasoning_tokens: of both, those of reasoning (see `Usage`).
-        drafted_tokens, accepted_tokens: proposed by speculation, and of these, kept.
+        drafted_tokens, accepted_tokens: as in `Usage`; `verifications`: rows of steps that had drafts. So one gives
+            `accepted_tokens / verifications + 1` tokens (`accept_len`) and keeps `accept_rate` of its drafts.
         healed_tokens, rerendered_tokens, recomputed_tokens, joined_tokens, scored_tokens: as in `Usage`.
         copied_tokens: of the cached ones, those whose page was shared in part and copied (page sizes above 1).
         tokenized_bytes: UTF-8 bytes of program text encoded by the engine.
@@ -46,6 +47,7 @@ class Stats(msgspec.Struct, kw_only=True):
     reasoning_tokens: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
+    verifications: int = 0
     healed_tokens: int = 0
     rerendered_tokens: int = 0
     recomputed_tokens: int = 0
@@ -69,6 +71,16 @@ class Stats(msgspec.Struct, kw_only=True):
     pages_held: int = 0
     pages_pinned: int = 0
 
+    @property
+    def accept_len(self) -> float:
+        """Tokens that a verification gives on average, the one that needs no draft included; 1 before the first."""
+        return 1 + self.accepted_tokens / max(1, self.verifications)
+
+    @property
+    def accept_rate(self) -> float:
+        """Share of the drafted tokens that were kept; 0 before the first."""
+        return self.accepted_tokens / max(1, self.drafted_tokens)
+
     def add(self, usage: Usage) -> None:
         """Count one finished (or cancelled) node."""
         self.prompt_tokens += usage.prompt_tokens
@@ -77,6 +89,8 @@ class Stats(msgspec.Struct, kw_only=True):
         self.decode_tokens += usage.completion_tokens - usage.forced_tokens
         self.forced_tokens += usage.forced_tokens
         self.reasoning_tokens += usage.reasoning_tokens
+        self.drafted_tokens += usage.drafted_tokens
+        self.accepted_tokens += usage.accepted_tokens
         self.healed_tokens += usage.healed_tokens
         self.rerendered_tokens += usage.rerendered_tokens
         self.recomputed_tokens += usage.recomputed_tokens
