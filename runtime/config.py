@@ -38,6 +38,14 @@ from sgl.runtime.memory_plan import (
     weights_bytes,
 )
 from sgl.runtime.numerics import Dtype, Kernels, Quantization, decide_numerics
+from sgl.runtime.speculation.options import (
+    Algorithm,
+    DraftTokens,
+    MatchType,
+    Speculation,
+    TrieDepth,
+    resolve_speculation,
+)
 
 # Bounds belong to the number, not to the union with None: msgspec refuses them there.
 Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]
@@ -163,6 +171,37 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     disable_forced_tokens: Annotated[
         bool, Meta(description="Draw output tokens one by one also where a constraint leaves one continuation.")
     ] = False
+    speculative_algorithm: Annotated[
+        Algorithm | None,
+        Meta(
+            description="Who guesses tokens that are checked in one step: `NGRAM`, from text that occurred before. "
+            "Outputs stay what they are."
+        ),
+    ] = None
+    speculative_num_draft_tokens: Annotated[
+        DraftTokens | None,
+        Meta(description="Tokens that a sequence computes in one step at most, the known one before guesses included."),
+    ] = None
+    speculative_adaptive: Annotated[
+        bool, Meta(description="Guess as much as pays by the batch size, the time of steps and past success.")
+    ] = True
+    speculative_adaptive_config: Annotated[
+        str | None,
+        Meta(description='JSON object of step counts by batch size, as {"1": {"candidate_steps": [1, 3, 7]}}.'),
+    ] = None
+    speculative_ngram_max_trie_depth: Annotated[
+        TrieDepth, Meta(description="Tokens of earlier text that are compared with what stands last.")
+    ] = 18
+    speculative_ngram_match_type: Annotated[
+        MatchType,
+        Meta(description="Of places that match equally well: the latest (`BFS`), or what most go on with (`PROB`)."),
+    ] = "BFS"
+    speculative_ngram_capacity: Annotated[
+        Count, Meta(description="Tokens of earlier text that are kept, oldest dropped first.")
+    ] = 1_000_000
+    speculative_ngram_external_corpus_path: Annotated[
+        str | None, Meta(description="Text file, or JSON lines of texts, from which tokens are guessed, too.")
+    ] = None
     cuda_graph_max_bs_decode: Annotated[
         Count | None, Meta(description="Rows up to which decoding steps are recorded as CUDA graphs; 512 at most.")
     ] = None
@@ -239,7 +278,12 @@ def config_from_mapping(given: Mapping[str, Any]) -> EngineConfig:
         raise wrong_value(field, given[field], reason) from None
 
 
-_JSON_FIELDS = ("json_model_override_args", "radix_eviction_policy_config", "fault_points")
+_JSON_FIELDS = (
+    "json_model_override_args",
+    "radix_eviction_policy_config",
+    "speculative_adaptive_config",
+    "fault_points",
+)
 """JSON objects, as text; a mapping is written as such."""
 
 
@@ -378,6 +422,7 @@ class ResolvedConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_pinned_tokens: int = 0
     disable_forced_tokens: bool = False
     disable_overlap_schedule: bool = True
+    speculation: Speculation | None = None
     cuda_graph_max_bs_decode: int = 0
     num_mask_threads: int = 0
     limits: Limits = DEFAULT_LIMITS
@@ -389,6 +434,11 @@ class ResolvedConfig(msgspec.Struct, frozen=True, kw_only=True):
     def pool_tokens(self) -> int:
         """Tokens that the KV pool holds."""
         return self.num_pages * self.page_size
+
+    @property
+    def max_drafts(self) -> int:
+        """Guessed tokens of a step."""
+        return self.speculation.most_of_step(self.max_running_requests) if self.speculation is not None else 0
 
 
 _SMALL_MACHINE = 4
@@ -408,6 +458,7 @@ class _Decided(msgspec.Struct, frozen=True, kw_only=True):
     num_mask_threads: int
     random_seed: int
     disable_overlap_schedule: bool
+    speculation: Speculation | None
     prepacked: bool
     reasons: list[Reason]
 
@@ -454,6 +505,7 @@ def resolve(config: EngineConfig, facts: Facts) -> ResolvedConfig:
         max_pinned_tokens=_pinned_tokens(config, sizes.pool_tokens, reasons),
         disable_forced_tokens=config.disable_forced_tokens,
         disable_overlap_schedule=decided.disable_overlap_schedule,
+        speculation=decided.speculation,
         prepacked=decided.prepacked,
         cuda_graph_max_bs_decode=sizes.cuda_graph_max_bs_decode,
         num_mask_threads=decided.num_mask_threads,
@@ -574,6 +626,7 @@ def _decide(config: EngineConfig, facts: Facts) -> _Decided:
     )
     if device == "cuda":
         decide("cuda_graph_max_bs_decode", graphs, why)
+    speculation = resolve_speculation(config)
     sizes = Sizes(
         device=device,
         dtype=dtype,
@@ -584,6 +637,7 @@ def _decide(config: EngineConfig, facts: Facts) -> _Decided:
         max_running_requests=running,
         chunked_prefill_size=chunk,
         cuda_graph_max_bs_decode=graphs,
+        max_drafts=speculation.most_of_step(running) if speculation is not None else 0,
     )
     no_overlap = config.disable_overlap_schedule
     if no_overlap is None:
@@ -595,6 +649,7 @@ def _decide(config: EngineConfig, facts: Facts) -> _Decided:
         num_mask_threads=masks,
         random_seed=seed,
         disable_overlap_schedule=no_overlap,
+        speculation=speculation,
         prepacked=numerics.prepacked,
         reasons=reasons,
     )

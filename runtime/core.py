@@ -42,6 +42,8 @@ from sgl.runtime.processors import BUILT_IN, LogitProcessor
 from sgl.runtime.program_run import ProgramRun
 from sgl.runtime.scheduler import Scheduler
 from sgl.runtime.sequence import Request
+from sgl.runtime.speculation.drafter import Drafter
+from sgl.runtime.speculation.start import make_drafter
 from sgl.runtime.stats import Stats
 from sgl.runtime.text.tokenizer import Tokenizer
 from sgl.runtime.trace import StepTimes, Tracer
@@ -91,6 +93,7 @@ class EngineCore:
         faults: what to make fail, in tests.
         tracer: writes the step timeline.
         device_clock: times the steps of `runner` and `sampler` on their device.
+        drafter: guesses tokens; by default the one that `config` asks for.
     """
 
     def __init__(
@@ -108,6 +111,7 @@ class EngineCore:
         faults: FaultPoints | None = None,
         tracer: Tracer | None = None,
         device_clock: DeviceClock | None = None,
+        drafter: Drafter | None = None,
     ) -> None:
         self.epoch = uuid.uuid4().hex
         self.config = config
@@ -120,6 +124,7 @@ class EngineCore:
             limits,
             masks=MaskFiller(tokenizer.vocab_size, config.num_mask_threads, config.num_threads),
             on_end=tracer.ended if tracer is not None else None,
+            drafter=drafter if drafter is not None else make_drafter(config, tokenizer),
         )
         self.cache = CacheControl(self.scheduler, tokenizer, clock)
         self.compiler = GrammarCompiler(
@@ -220,9 +225,10 @@ class EngineCore:
         if not plan.chunks:
             return False
         try:
+            begun = self.now()
             logits = self._compute(plan)
             result = self._sample(plan, logits)
-            touched = self.scheduler.process(plan, result)
+            touched = self.scheduler.process(plan, result, self.now() - begun)
         except Exception as error:  # noqa: BLE001 - whatever a model or kernel raises must not end the other programs
             self._fail_step(plan, error)
             return True

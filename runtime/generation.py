@@ -15,7 +15,7 @@ end-of-sequence token that is kept so is part of the value and not of the state,
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from sgl.errors import ConstraintDeadEnd, ConstraintTooComplex
@@ -112,6 +112,8 @@ class Generation:
         self._params = json.loads(sampling.custom_params) if sampling.custom_params is not None else None
         self._ends = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else eos_ids)
         self._blocked = tuple(sorted(self._ends | eos_ids))
+        penalties = (sampling.frequency_penalty, sampling.presence_penalty, sampling.repetition_penalty)
+        self._reads_output = penalties != (0.0, 0.0, 1.0) or sampling.custom_logit_processor is not None
 
     @property
     def num_reasoning_tokens(self) -> int:
@@ -130,15 +132,23 @@ class Generation:
         """Whether the next token is the last, whatever it is."""
         return len(self.output_ids) + 1 >= self.max_new_tokens
 
-    def spec(self) -> SampleSpec:
-        """How to draw the next token."""
-        early = len(self.output_ids) < self.sampling.min_new_tokens
+    @property
+    def num_left(self) -> int:
+        """Most tokens that are still to come; 0 also where drafts cannot be checked, as over a healed seam."""
+        return 0 if self.finished or self._seam is not None else self.max_new_tokens - len(self.output_ids)
+
+    def spec(self, drafts: Sequence[int] = ()) -> SampleSpec:
+        """How to draw the next token, or the one behind `drafts` if they turn out to be the next ones."""
+        position = len(self.output_ids) + len(drafts)
+        output_ids = self.output_ids
+        if drafts:
+            output_ids = [*output_ids, *drafts] if self._reads_output else []
         return SampleSpec(
             sampling=self.sampling,
             seed=self.seed,
-            position=len(self.output_ids),
-            output_ids=self.output_ids,
-            blocked_ids=self._blocked if early else (),
+            position=position,
+            output_ids=output_ids,
+            blocked_ids=self._blocked if position < self.sampling.min_new_tokens else (),
             matcher=self.matcher if self._seam is None else self._seam,
             processor_params=self._params,
         )

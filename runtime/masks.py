@@ -8,17 +8,21 @@ Threads for masks and threads of the model are together no more than the cores (
 none, the job runs in `wait`, in as many threads as the model has, which have nothing to do then. Rows that their engine
 can compute together are one task, in threads of the engine's own (`sgl.grammars.matcher.prepare`). A matcher that
 raises fails its row alone.
+
+A chunk with drafts draws under one matcher at several places: the matcher goes along the drafts, filling a row at each
+place, and back again. That is one task, since nobody else may touch the matcher meanwhile.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
 
-from sgl.grammars.matcher import Bitmask, MaskSource, bitmask_words, is_prepared_with_others, prepare
+from sgl.grammars.matcher import Bitmask, MaskSource, Matcher, bitmask_words, is_prepared_with_others, prepare
 from sgl.runtime.failures import internal_error
 from sgl.runtime.plan import Chunk
 
@@ -33,31 +37,39 @@ class Masks(NamedTuple):
     failures: dict[int, tuple[str, str]]
 
 
+class MaskRun(NamedTuple):
+    """The masks of one chunk: of what may come at `matcher`'s place, and after each of `drafts`."""
+
+    matcher: MaskSource
+    drafts: tuple[int, ...] = ()
+
+
 class MaskJob:
     """The masks of one step on their way.
 
     Args:
-        matchers: one per constrained row.
+        runs: of the constrained chunks; a run has `1 + len(drafts)` rows, one after another.
         vocab_size: columns of a row.
         pool: fills while the model computes; `None` leaves it to `wait`.
         num_threads: that an engine may use for rows which it computes together.
     """
 
     def __init__(
-        self, matchers: Sequence[MaskSource], vocab_size: int, pool: ThreadPoolExecutor | None, num_threads: int = 1
+        self, runs: Sequence[MaskRun], vocab_size: int, pool: ThreadPoolExecutor | None, num_threads: int = 1
     ) -> None:
-        self._matchers = matchers
+        self._runs = runs
+        self._rows = list(accumulate((1 + len(run.drafts) for run in runs), initial=0))  # where each run begins
         self._num_threads = num_threads
-        self._words: Bitmask = np.zeros((len(matchers), bitmask_words(vocab_size)), dtype=np.int32)
+        self._words: Bitmask = np.zeros((self._rows[-1], bitmask_words(vocab_size)), dtype=np.int32)
         self._failures: dict[int, tuple[str, str]] = {}
         self._tasks: list[Future[None]] = []
         self._done = False
         if pool is not None:
-            together = [row for row, matcher in enumerate(matchers) if is_prepared_with_others(matcher)]
-            alone = sorted({*range(len(matchers))}.difference(together))
+            together = [i for i, run in enumerate(runs) if is_prepared_with_others(run.matcher)]
+            alone = sorted({*range(len(runs))}.difference(together))
             tasks = [together] if together else []
             tasks += [alone[first : first + _ROWS_PER_TASK] for first in range(0, len(alone), _ROWS_PER_TASK)]
-            self._tasks = [pool.submit(self._fill, rows) for rows in tasks]
+            self._tasks = [pool.submit(self._fill, places) for places in tasks]
 
     def wait(self) -> Masks:
         """The masks, once they are all there. A second call returns the same."""
@@ -66,7 +78,7 @@ class MaskJob:
                 for task in self._tasks:
                     task.result()
             else:
-                self._fill(range(len(self._matchers)))
+                self._fill(range(len(self._runs)))
             self._done = True
         return Masks(self._words, self._failures)
 
@@ -82,17 +94,31 @@ class MaskJob:
                 own[row] = 0 if place in failures else words[place]
         return own
 
-    def _fill(self, rows: Sequence[int]) -> None:
+    def _fill(self, places: Sequence[int]) -> None:
+        """The runs at `places`."""
         try:
-            prepare([self._matchers[row] for row in rows], self._num_threads)
+            prepare([self._runs[place].matcher for place in places], self._num_threads)
         except Exception as error:  # noqa: BLE001 - then each row is computed by itself, and fails by itself
             internal_error("masks could not be computed together", error)
-        for row in rows:
-            try:
-                self._matchers[row].fill(self._words, row)
-            except Exception as error:  # noqa: BLE001 - a constraint that breaks ends the row that has it
-                failure = internal_error("a constraint's mask could not be computed", error)
-                self._failures[row] = (failure.code, failure.message)
+        for place in places:
+            self._fill_run(self._runs[place], self._rows[place])
+
+    def _fill_run(self, run: MaskRun, first: int) -> None:
+        """Rows from `first` on; those behind a draft that the constraint refuses allow nothing."""
+        row, taken = first, 0
+        try:
+            run.matcher.fill(self._words, first)
+            for draft in run.drafts if isinstance(run.matcher, Matcher) else ():
+                if not run.matcher.accept(draft):
+                    break
+                taken += 1
+                row = first + taken
+                run.matcher.fill(self._words, row)
+        except Exception as error:  # noqa: BLE001 - a constraint that breaks ends the row that has it
+            failure = internal_error("a constraint's mask could not be computed", error)
+            self._failures[row] = (failure.code, failure.message)
+        if taken and isinstance(run.matcher, Matcher):
+            run.matcher.rollback(taken)
 
 
 class MaskFiller:
@@ -112,13 +138,16 @@ class MaskFiller:
 
     def start(self, chunks: Sequence[Chunk]) -> MaskJob | None:
         """Begin to fill the masks of the chunks that draw under a constraint; `None` when there are none."""
-        specs = [chunk.sample for chunk in chunks if chunk.sample is not None]
-        matchers = [spec.matcher for spec in specs if spec.matcher is not None]
-        if not matchers:
+        runs = [
+            MaskRun(chunk.sample.matcher, tuple(chunk.drafts[: len(chunk.checks)]))
+            for chunk in chunks
+            if chunk.sample is not None and chunk.sample.matcher is not None
+        ]
+        if not runs:
             return None
         if self._pool is None and self._num_threads:
             self._pool = ThreadPoolExecutor(self._num_threads, thread_name_prefix="sgl-masks")
-        return MaskJob(matchers, self._vocab_size, self._pool, self._num_threads or self._model_threads)
+        return MaskJob(runs, self._vocab_size, self._pool, self._num_threads or self._model_threads)
 
     def close(self) -> None:
         """End the threads; a filler that is garbage ends them, too."""

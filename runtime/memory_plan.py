@@ -142,6 +142,7 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
     max_running_requests: int
     chunked_prefill_size: int
     cuda_graph_max_bs_decode: int = 0
+    max_drafts: int = 0
 
     @classmethod
     def of(cls, config: ResolvedConfig) -> Sizes:
@@ -156,6 +157,7 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
             max_running_requests=config.max_running_requests,
             chunked_prefill_size=config.chunked_prefill_size,
             cuda_graph_max_bs_decode=config.cuda_graph_max_bs_decode,
+            max_drafts=config.max_drafts,
         )
 
 
@@ -294,7 +296,7 @@ def _attention(sizes: Sizes, facts: Facts) -> MemoryItem:
 
 def _logits(sizes: Sizes, facts: Facts) -> MemoryItem:
     """Rows that a step may have (the scheduler holds to these limits), and what sampling and scoring copy of them."""
-    sampled = min(sizes.max_running_requests, sizes.chunked_prefill_size)
+    sampled = min(sizes.max_running_requests + sizes.max_drafts, sizes.chunked_prefill_size)
     scored = min(max(DEFAULT_LIMITS.max_logit_rows, DEFAULT_LIMITS.max_choices), sizes.chunked_prefill_size)
     both = DEFAULT_LIMITS.max_logit_rows + DEFAULT_LIMITS.max_choices + sampled
     rows = min(both, sizes.chunked_prefill_size)

@@ -196,6 +196,33 @@ class Paging:
                 self._known_slots[page] = min(known, self._known_slots.get(page, known))
         sequence.num_computed = end
 
+    def advance(self, sequence: Sequence, end: int) -> None:
+        """Of the tokens that a step computed behind the known ones, those up to `end` were right: the pages of the
+        others are free again."""
+        sequence.num_computed = end
+        self.pool.free(sequence.pages.cut(-(-end // self.page_size)).tolist())
+
+    def cache_ahead(self, sequence: Sequence, token_ids: list[int]) -> None:
+        """Make cache of what a step computed behind the sequence: keys and values of `token_ids`, if these follow it.
+
+        Pages of one token only: of larger ones the sequence would have to give up the one that it stands in.
+        """
+        end = sequence.num_computed
+        known = sequence.token_ids
+        sequence.token_ids = [*known[:end], *token_ids]
+        sequence.num_computed = end + len(token_ids)
+        self.publish(sequence, sequence.num_computed)
+        sequence.token_ids = known
+        self.forget(sequence, end)
+
+    def spare(self, num_pages: int) -> int:
+        """How many of `num_pages` pages there are for guesses: free ones, or cached ones, which give way."""
+        missing = num_pages - self.pool.num_free
+        if missing > 0:
+            self._look_ahead()
+            self.pool.free(self.tree.evict(missing))
+        return max(0, min(num_pages, self.pool.num_free))
+
     def is_known(self, sequence: Sequence) -> bool:
         """Whether the tree goes on with the sequence's next page: then others may be reading that page, and a sequence
         that computes it again, for its logits, must write to a page of its own."""

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
 from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
@@ -65,7 +66,8 @@ class Sampler:
     def start(self, plan: StepPlan, logits: torch.Tensor) -> Pending:
         """As `sample`; the result is there at once."""
         result = self.sample(plan, logits)
-        drawn = [row.token_id or 0 for chunk, row in zip(plan.chunks, result.rows, strict=True) if chunk.sample]
+        rows = [row for chunk, row in zip(plan.chunks, result.rows, strict=True) if chunk.sample]
+        drawn = [each.token_id or 0 for row in rows for each in (row, *row.more)]
         return Done(result, torch.tensor(drawn, dtype=torch.int64, device=logits.device))
 
     def sample(self, plan: StepPlan, logits: torch.Tensor) -> StepResult:
@@ -76,20 +78,21 @@ class Sampler:
         for chunk in plan.chunks:
             offsets = chunk.logit_offsets
             blocks.append((chunk, offsets, logits[first : first + len(offsets)]))
-            first += len(offsets)
-            if chunk.sample is not None:
-                has_mask = chunk.sample.matcher is not None
-                drawing.append(Draw(first - 1, chunk.sample, num_masks if has_mask else None))
+            for offset, spec in chunk.draws:
+                has_mask = spec.matcher is not None
+                drawing.append(Draw(first + offsets.index(offset), spec, num_masks if has_mask else None))
                 num_masks += has_mask
+            first += len(offsets)
         masks = plan.masks if plan.masks is not None else self._filler.start(plan.chunks)
         drawn = iter(self._draw(logits, drawing, masks))
         rows = []
         for chunk, offsets, block in blocks:
             row = next(drawn) if chunk.sample is not None else RowResult(sequence=chunk.sequence)
+            more = tuple(islice(drawn, len(chunk.checks)))
             scores, tops, failed = self._score(chunk, offsets, block)
             rows.append(
                 msgspec.structs.replace(
-                    row, sequence=chunk.sequence, scores=scores, tops=tops, failed=row.failed or failed
+                    row, sequence=chunk.sequence, scores=scores, tops=tops, failed=row.failed or failed, more=more
                 )
             )
         return StepResult(rows=tuple(rows))

@@ -16,6 +16,10 @@ calls, once the plan before is processed, `settle` says how each row draws by wh
 for nothing, since its request ended or took another token than the drawn one, is taken back: the slot is free, and
 counters are as if it had not been planned. Nothing is put back while a plan flies: `foresees` denies the next one then.
 
+Rows that decode may carry drafts (`sgl.runtime.speculation`): guesses behind their known tokens, on pages that are
+free again unless the guess was right. A row with drafts is left out of the next plan while its own flies. Drafts take
+what a step has left, and pages that nobody needs: they never put a request back.
+
 Progress: the request admitted first is never put back; a request that could not even run alone is refused by `add`.
 Laws after each step: `free + cached + held == total`, and `prompt == cached + prefill` for each request.
 """
@@ -36,10 +40,12 @@ from sgl.runtime.failures import internal_error
 from sgl.runtime.masks import MaskFiller
 from sgl.runtime.paging import Outlook, Paging
 from sgl.runtime.pins import Pins
-from sgl.runtime.plan import NOBODY, UNKNOWN, Chunk, RowResult, SampleSpec, ScoreSpec, StepPlan, StepResult
+from sgl.runtime.plan import NOBODY, UNKNOWN, Chunk, SampleSpec, ScoreSpec, StepPlan, StepResult
 from sgl.runtime.policies import victim
 from sgl.runtime.radix import RadixNode
-from sgl.runtime.sequence import Owner, Request, Sampled, Sequence
+from sgl.runtime.sequence import Owner, Request, Sequence
+from sgl.runtime.speculation.drafter import Drafter
+from sgl.runtime.speculation.verify import num_accepted, take
 from sgl.runtime.stats import Stats
 from sgl.runtime.waiting import WaitingQueue
 
@@ -64,6 +70,7 @@ class Scheduler:
         stats: counters to write.
         masks: fills the token masks of a plan while it is computed; none are filled without.
         on_end: told of each request that ended, however it did.
+        drafter: guesses tokens of rows that decode.
     """
 
     def __init__(
@@ -74,6 +81,7 @@ class Scheduler:
         *,
         masks: MaskFiller | None = None,
         on_end: Callable[[Request], None] | None = None,
+        drafter: Drafter | None = None,
     ) -> None:
         self.config = config
         self.limits = limits
@@ -85,6 +93,7 @@ class Scheduler:
         self.running: list[Request] = []
         self._on_end = on_end
         self._masks = masks
+        self._drafter = drafter
         self._estimate = OutputEstimate(config.schedule_conservativeness)
         self._rows_left: dict[bool, int] = {}
         self._flights: list[_Flight] = []  # oldest first; at most two
@@ -194,6 +203,8 @@ class Scheduler:
         # Scored rows that this step may still have: of prompts (False), and of options of selects (True).
         self._rows_left = {False: self.limits.max_logit_rows, True: self.limits.max_choices}
         self.paging.begin_step()
+        if self._drafter is not None:
+            self._drafter.begin_step(sum(request.decodes for request in self.running))
         self._preempt()
         for request in sorted(self.running, key=_urgency):
             if budget <= 0:
@@ -202,6 +213,8 @@ class Scheduler:
             if request.running and request.sequence.id not in self._held:
                 budget -= self._plan(request, budget, planned)
         self._admit(budget, planned)
+        if self._drafter is not None:
+            self._add_drafts(self._drafter, planned)
         chunks = tuple(planned.values())
         masks = self._masks.start(chunks) if self._masks is not None and not self._flights else None
         plan = StepPlan(chunks=chunks, copies=self.paging.take_copies(), masks=masks)
@@ -218,19 +231,23 @@ class Scheduler:
         num_drawn = 0
         for chunk in flight.plan.chunks:
             draws = num_drawn
-            num_drawn += chunk.sample is not None
+            num_drawn += len(chunk.draws)
             request = flight.requests.get(chunk.sequence)
             if request is None:
                 continue
             sequence = request.sequence
             generation = request.generation if chunk.sample is not None else None
-            if chunk.scores or request.has_scores_left:
+            if chunk.scores or chunk.num_drafts or request.has_scores_left or self._waits_to_draft(request):
                 self._held.add(sequence.id)
             elif generation is not None and not generation.ends_next:
                 self._follows[sequence.id] = draws
                 sequence.token_ids.append(UNKNOWN)
             elif chunk.end == len(sequence):  # it may be over
                 self._held.add(sequence.id)
+
+    def _waits_to_draft(self, request: Request) -> bool:
+        """Whether a row had better know its last token before it goes on, since guesses begin behind it."""
+        return self._drafter is not None and self._drafter.speculates(request)
 
     def _take_off(self, plan: StepPlan) -> None:
         """The plan flies from now on. Tokens that are not known are in it, and in no sequence any more."""
@@ -303,7 +320,8 @@ class Scheduler:
     def _settled(self, chunk: Chunk, flight: _Flight) -> Chunk:
         request = flight.requests.get(chunk.sequence)
         if request is None:
-            return msgspec.structs.replace(chunk, sequence=NOBODY, sample=_ANY if chunk.sample is not None else None)
+            sample = _ANY if chunk.sample is not None else None
+            return msgspec.structs.replace(chunk, sequence=NOBODY, sample=sample, checks=(_ANY,) * len(chunk.checks))
         if chunk.follows is None or request.generation is None:
             return chunk
         return Chunk(
@@ -315,9 +333,15 @@ class Scheduler:
             follows=chunk.follows,
         )
 
-    def process(self, plan: StepPlan, result: StepResult) -> list[Request]:
-        """Take the result of the plan that has flown longest; the requests that got something, in the plan's order."""
+    def process(self, plan: StepPlan, result: StepResult, seconds: float = 0.0) -> list[Request]:
+        """Take the result of the plan that has flown longest; the requests that got something, in the plan's order.
+
+        Args:
+            seconds: that it took, where that was measured.
+        """
         self.stats.forwards += 1
+        if self._drafter is not None:
+            self._drafter.timed(plan, seconds)
         requests: dict[int, Request] = {}  # none when everything was reset meanwhile
         if self._flights and self._flights[0].plan is plan:
             requests = self._flights.pop(0).requests
@@ -336,10 +360,12 @@ class Scheduler:
                 request.take_scores(chunk.start + score.offset, values, row.tops[i] if row.tops else ())
             if row.token_id is not None and request.generation is not None:
                 try:
-                    _take(request, request.generation, row)
+                    take(request, request.generation, chunk, row)
                 except Exception as error:  # noqa: BLE001 - a token that one row cannot take is not the others' concern
                     failure = internal_error("a drawn token could not be taken", error)
                     request.failed = (failure.code, failure.message)
+            if chunk.num_drafts:
+                self._land_drafts(request, chunk)
             if request.failed is None and request.generation is not None:
                 request.failed = request.generation.failed
             # More than this chunk may be planned already.
@@ -349,6 +375,18 @@ class Scheduler:
                 self._drop(request)
         self.running = [request for request in self.running if request.running]
         return touched
+
+    def _land_drafts(self, request: Request, chunk: Chunk) -> None:
+        """Keep what was computed for the drafts that were right."""
+        num_right = num_accepted(chunk, request.sequence.token_ids)
+        end = chunk.known_end + num_right
+        self.paging.advance(request.sequence, end)
+        request.account_computed(chunk.known_end, end)
+        request.drafted_tokens += chunk.num_drafts
+        request.accepted_tokens += num_right
+        self.stats.verifications += 1
+        if self._drafter is not None:
+            self._drafter.verified(request, num_right)
 
     def reset(self) -> int:
         """Drop every page of every sequence and the whole cache: what a failed step may have left is not trusted."""
@@ -474,6 +512,36 @@ class Scheduler:
         )
         return end - start
 
+    def _add_drafts(self, drafter: Drafter, planned: dict[int, Chunk]) -> None:
+        """Give rows that decode guesses behind their known tokens, out of what the step has left."""
+        left = self.config.chunked_prefill_size - sum(len(chunk.token_ids) for chunk in planned.values())
+        for request in self.running:
+            chunk, generation = planned.get(request.sequence.id), request.generation
+            if chunk is None or chunk.sample is None or generation is None or left <= 0:
+                continue
+            if chunk.follows is not None or chunk.start < request.prompt_len:
+                continue
+            sequence = request.sequence
+            length, num_pages = len(sequence), len(sequence.pages)
+            most = min(left, drafter.longest, self.config.context_len - length)
+            spare = self.paging.spare(-(-(length + most) // self.page_size) - num_pages)
+            draft = drafter.draft(request, generation, min(most, (num_pages + spare) * self.page_size - length))
+            if not draft.token_ids:
+                continue
+            num_drafts = len(draft.token_ids)
+            missing = -(-(length + num_drafts) // self.page_size) - num_pages
+            if missing > 0:
+                self.paging.grow(sequence, missing, -1, 0)
+            planned[sequence.id] = msgspec.structs.replace(
+                chunk,
+                token_ids=[*chunk.token_ids, *draft.token_ids],
+                page_table=sequence.pages.view,
+                num_drafts=num_drafts,
+                checks=draft.checks,
+                num_ahead=draft.num_ahead,
+            )
+            left -= num_drafts
+
     def _find(self, request: Request) -> tuple[int, int]:
         """Move the request's sequence along the tree; the page that it can copy from then (see `Paging.borrowable`)."""
         sequence, limit = request.sequence, request.reusable_len
@@ -511,6 +579,8 @@ class Scheduler:
         self._drop(request)
         self.running.remove(request)
         request.running = False
+        if self._drafter is not None:
+            self._drafter.ended(request)
         self.paging.let_go(request.sequence, self.step)
         self.waiting.put_back(request)
         if request.prefill_tokens or request.completion_tokens:
@@ -576,6 +646,8 @@ class Scheduler:
     def _settle(self, request: Request) -> None:
         """Count a request that ended and leave its sequence idle, standing on shared pages."""
         self._drop(request)
+        if self._drafter is not None:
+            self._drafter.ended(request)
         self.stats.add(request.usage())
         if self._on_end is not None:
             self._on_end(request)
@@ -583,15 +655,6 @@ class Scheduler:
             self._estimate.ended(request.completion_tokens)
         self.paging.rest(request.sequence)
         self.pins.ended(request)
-
-
-def _take(request: Request, generation: Sampled, row: RowResult) -> None:
-    """Append the token that a step drew, and those that must follow it."""
-    request.completion_tokens += 1
-    token_id = generation.push(row)
-    if token_id is not None:
-        request.sequence.token_ids.append(token_id)
-    request.take_forced(generation.force())
 
 
 def _is_foreseen(request: Request, chunk: Chunk, token_id: int) -> bool:

@@ -14,10 +14,12 @@ Layout of a sequence:
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import abc, deque
+from collections.abc import Callable
 from itertools import takewhile
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeAlias
 
+from sgl.grammars.matcher import Matcher
 from sgl.lang.graph import Usage
 from sgl.runtime.cache_key import CacheKey
 from sgl.runtime.page_table import PageTable
@@ -100,8 +102,16 @@ class Sampled(Protocol):
     def num_reasoning_tokens(self) -> int:
         """Tokens of reasoning among those taken so far."""
 
-    def spec(self) -> SampleSpec:
-        """How to draw the next token."""
+    @property
+    def matcher(self) -> Matcher | None:
+        """The constraint's state."""
+
+    @property
+    def num_left(self) -> int:
+        """Most tokens that are still to come; 0 where drafts cannot be checked."""
+
+    def spec(self, drafts: abc.Sequence[int] = ()) -> SampleSpec:
+        """How to draw the next token, or the one behind `drafts` if they turn out to be the next ones."""
 
     def push(self, row: RowResult) -> int | None:
         """Take the drawn token; the id to append to the sequence, or `None` when the generation ended without it."""
@@ -116,6 +126,10 @@ class Sampled(Protocol):
     @property
     def ends_next(self) -> bool:
         """Whether the next token is the last, whatever it is."""
+
+
+Following: TypeAlias = Callable[[], abc.Sequence[int]]
+"""Token ids that a program appends when a generation ends, up to its next one; empty when nobody knows."""
 
 
 class ProgramInfo:
@@ -136,6 +150,7 @@ class Request:
     Attributes:
         program, branch, node, label: what it belongs to, for scheduling and traces.
         path_len: tokens from here to the end of its branch's longest path, as far as the graph is known.
+        following: tells what its program writes behind its output, as far as that is known.
         arrival: its number in the order in which requests were queued; `running`: it was admitted, and not put back.
 
     Args:
@@ -186,10 +201,13 @@ class Request:
         self.queued_at = 0.0
         self.last_step = 0
         self.done = False
+        self.following: Following | None = None
         self.cached_tokens = 0
         self.prefill_tokens = 0
         self.completion_tokens = 0
         self.forced_tokens = 0
+        self.drafted_tokens = 0
+        self.accepted_tokens = 0
         self.recomputed_tokens = 0
 
     @property
@@ -260,6 +278,8 @@ class Request:
             prefill_tokens=self.prefill_tokens,
             completion_tokens=self.completion_tokens,
             forced_tokens=self.forced_tokens,
+            drafted_tokens=self.drafted_tokens,
+            accepted_tokens=self.accepted_tokens,
             reasoning_tokens=self.generation.num_reasoning_tokens if self.generation is not None else 0,
             scored_tokens=self.prefill_tokens if self.score_only else 0,
             recomputed_tokens=self.recomputed_tokens,

@@ -105,8 +105,12 @@ class SimulatedModel:
             scores = tuple(
                 tuple(-0.1 - (token * 2654435761 % 1009) / 500 for token in score.token_ids) for score in chunk.scores
             )
-            token = self._draw(chunk.sample, masks) if chunk.sample is not None else None
-            rows.append(RowResult(sequence=chunk.sequence, token_id=token, logprob=-1.0, scores=scores))
+            drawn = [
+                RowResult(sequence=chunk.sequence, token_id=self._draw(spec, masks), logprob=-1.0)
+                for _, spec in chunk.draws
+            ]
+            first = drawn[0] if drawn else RowResult(sequence=chunk.sequence)
+            rows.append(msgspec.structs.replace(first, scores=scores, more=tuple(drawn[1:])))
         return StepResult(rows=tuple(rows))
 
     def start(self, plan: StepPlan, logits: None) -> Pending:

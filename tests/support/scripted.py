@@ -25,6 +25,7 @@ from sgl.runtime.faults import FaultPoints, parse_faults
 from sgl.runtime.plan import UNKNOWN, StepPlan
 from sgl.runtime.processors import BUILT_IN, LogitProcessor
 from sgl.runtime.sampler import Sampler
+from sgl.runtime.speculation.drafter import Drafter
 from sgl.runtime.text.tokenizer import Tokenizer
 
 VOCAB = 512
@@ -123,6 +124,7 @@ class Rig:
         hook: called with each plan before it is computed.
         faults: by fault point, the fields of its `Fault`; `sleep` moves the clock.
         processors: custom logit processors by name.
+        drafter: guesses tokens.
         changes: fields of the resolved config.
     """
 
@@ -138,6 +140,7 @@ class Rig:
         faults: Mapping[str, Mapping[str, object]] | None = None,
         limits: Limits = DEFAULT_LIMITS,
         processors: Mapping[str, LogitProcessor] = BUILT_IN,
+        drafter: Drafter | None = None,
         **changes: object,
     ) -> None:
         self.alive.add(self)
@@ -154,6 +157,7 @@ class Rig:
             clock=lambda: self.time,
             processors=processors,
             faults=self._faults(faults) if faults is not None else None,
+            drafter=drafter,
         )
 
     def _faults(self, given: Mapping[str, Mapping[str, object]]) -> FaultPoints:

@@ -19,7 +19,7 @@ from sgl.kernels import registry
 from sgl.kernels.registry import OpFacts
 from sgl.lang.graph import FailedEvent, Gen, Graph, LiteralText, ProgramOptions, Sampling, Text, ValueEvent
 from sgl.runtime.config import EngineConfig, Facts, resolve
-from sgl.runtime.masks import MaskJob
+from sgl.runtime.masks import MaskJob, MaskRun
 from sgl.runtime.plan import StepPlan
 
 SCHEMA = JsonSchema(json.dumps({"type": "array", "items": {"enum": ["a", "b"]}, "maxItems": 3}))
@@ -93,7 +93,7 @@ def test_one_that_breaks_fails_its_row_alone(num_threads: int, caplog: pytest.Lo
 
 def test_without_threads_the_step_fills_them_itself() -> None:
     threads: set[int] = set()
-    job = MaskJob([Plain(row, threads) for row in range(9)], 32, None)
+    job = MaskJob([MaskRun(Plain(row, threads)) for row in range(9)], 32, None)
     assert not threads
     words, failures = job.wait()
     assert (words[:, 0].tolist(), failures, threads) == (list(range(9)), {}, {threading.get_ident()})
@@ -113,14 +113,15 @@ def test_rows_that_cannot_be_computed_together_are_filled_one_by_one(
     pool: ThreadPoolExecutor | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.CRITICAL, "sgl.failures"):
-        words, failures = MaskJob([Plain(1), Together(2), Together(3, breaks=True)], 32, pool).wait()
+        runs = [MaskRun(matcher) for matcher in (Plain(1), Together(2), Together(3, breaks=True))]
+        words, failures = MaskJob(runs, 32, pool).wait()
     assert (words[:, 0].tolist(), [*failures]) == ([1, 2, 0], [2])
     if pool is not None:
         pool.shutdown()
 
 
 def test_rows_of_a_job_by_place() -> None:
-    job = MaskJob([Plain(5), Plain(6, breaks=True), Plain(7)], 32, None)
+    job = MaskJob([MaskRun(m) for m in (Plain(5), Plain(6, breaks=True), Plain(7))], 32, None)
     assert job.rows([2, None, 1, 0])[:, 0].tolist() == [7, -1, 0, 5]
 
 

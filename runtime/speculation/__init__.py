@@ -1,0 +1,10 @@
+"""Speculation: tokens that can be guessed are computed together with those that are known, and checked.
+
+`drafter.py` makes the guesses of a step from what proposers say and what a guess costs (`control.py`); `verify.py`
+takes what was drawn at the guessed places. The scheduler alone calls both. Proposers: `ngram.py` (text that occurred
+before), the constraint's forced tokens (in `drafter.py`).
+
+What is drawn never depends on a guess: a draw is a function of (seed, position) and the logits of its place, with or
+without drafts before it, so outputs are not only distributed alike, they are the same tokens (where logits are the
+same bits: in deterministic mode).
+"""

@@ -1,0 +1,242 @@
+"""The drafts of a step: what proposers guess, as far as the constraint allows it and it is likely enough to pay.
+
+Owns the composition of chains and what is remembered of them until they are verified. Called by the scheduler: `draft`
+for each row that decodes, `verified` with what came of it. Never changes a request, and leaves its matcher as it was.
+
+A chain grows token by token while the chance that all of it is right is above `_bar`, what a row costs in units of an
+output token. Behind a token that the constraint answers with forced ones these follow at once, since they would be
+appended without a draw. A draft that the constraint refuses ends the chain: it is not sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from sgl.grammars.matcher import Matcher
+from sgl.runtime.plan import SampleSpec, StepPlan
+from sgl.runtime.sequence import Request, Sampled
+from sgl.runtime.speculation.control import AdaptiveParams, AdaptiveSteps, StepCosts, Trust
+from sgl.runtime.speculation.proposer import Proposal, Proposer
+
+_MOST_LIKELY, _LEAST_LIKELY = 0.995, 0.01
+_OWN = 0.15
+"""Weight of a request's newest draft in what it makes of everyone's trust."""
+_FADES = 0.98
+_PATIENCE, _PAUSE = 4, 16
+"""Steps without a guess after which a row of overlapping steps goes on unasked, and for how many."""
+_ROUNDS = 3
+"""How often proposers are asked for one chain."""
+
+
+class Draft(NamedTuple):
+    """Guesses behind the known tokens of a row; `checks` and `num_ahead` as in `Chunk`."""
+
+    token_ids: tuple[int, ...]
+    checks: tuple[SampleSpec, ...] = ()
+    num_ahead: int = 0
+
+
+NO_DRAFT = Draft(())
+
+
+class _Sent(NamedTuple):
+    """One draft that was sent: its kind, and the chance that was given to it."""
+
+    source: str
+    strength: int
+    chance: float
+
+
+class _Memory:
+    """What is remembered of one request: the drafts under way, how much better they are than everyone's, and for how
+    many steps there were none."""
+
+    __slots__ = ("better", "num_empty", "sent")
+
+    def __init__(self) -> None:
+        self.sent: list[_Sent] = []
+        self.better = 0.0
+        self.num_empty = 0
+
+
+class Drafter:
+    """Makes and judges drafts.
+
+    Attributes:
+        longest: drafts that a row may have now.
+
+    Args:
+        proposers: asked in this order; the first that has something is heard.
+        most: drafts of a row; `most_of_step`: of all rows of a step.
+        adaptive: how long chains may get by batch size; `None` tries `most` always, whatever it costs.
+        slope: see `StepCosts`.
+    """
+
+    def __init__(
+        self,
+        proposers: Sequence[Proposer],
+        *,
+        most: int,
+        most_of_step: int,
+        adaptive: AdaptiveParams | None = None,
+        slope: float = 0.1,
+    ) -> None:
+        self.proposers = tuple(proposers)
+        self.costs = StepCosts(slope)
+        self.trust = Trust()
+        self._most = most
+        self._most_of_step = most_of_step
+        self._steps = AdaptiveSteps(adaptive) if adaptive is not None else None
+        self._memory: dict[int, _Memory] = {}  # by sequence
+        self._num_rows = 1
+        self.longest = most
+        self._left = most_of_step
+        self._bar = 0.0
+        self._num_drafted = 0  # in the step that is planned
+        self._verified: list[int] = []  # accepted drafts of the rows of this step
+        self._gain = 0.0  # accepted drafts per row and step, lately
+
+    def begin_step(self, num_rows: int) -> None:
+        """A step is planned in which about `num_rows` rows decode."""
+        if self._verified and self._steps is not None:
+            self._steps.add(self._num_rows, sum(self._verified) / len(self._verified))
+        self._gain += 0.1 * (sum(self._verified) / self._num_rows - self._gain)
+        if not self._num_drafted:
+            self.trust.rest()
+        self._verified.clear()
+        self._num_drafted = 0
+        self._num_rows = max(1, num_rows)
+        self._left = self._most_of_step
+        if self._steps is not None:
+            self.longest = min(self._most, self._steps.of(self._num_rows))
+            self._bar = self._break_even(self._num_rows)
+
+    def _break_even(self, num_rows: int) -> float:
+        """The chance from which on a draft pays: seconds of its row, over those of an output token as it goes now."""
+        costs = self.costs
+        per_token = costs.seconds(num_rows) / num_rows
+        if self._gain:
+            num_tokens = num_rows * (1 + self._gain)
+            per_token = min(per_token, costs.seconds(round(num_tokens)) / num_tokens)
+        return costs.row(num_rows, max(2, min(2 * num_rows, 64))) / per_token
+
+    def speculates(self, request: Request) -> bool:
+        """Whether the next step of a request is likely to have drafts, so that it should wait for its last token.
+
+        One for which nobody had a guess for some steps goes on without, and is asked again now and then.
+        """
+        if self._bar >= 1 or request.generation is None:
+            return False
+        memory = self._memory.setdefault(request.sequence.id, _Memory())
+        if memory.num_empty < _PATIENCE:
+            return True
+        memory.num_empty += 1
+        if memory.num_empty < _PATIENCE + _PAUSE:
+            return False
+        memory.num_empty = _PATIENCE - 1
+        return True
+
+    def draft(self, request: Request, generation: Sampled, room: int) -> Draft:
+        """The drafts of a row, at most `room`."""
+        room = min(room, self.longest, self._left, generation.num_left - 1)
+        if room <= 0 or self._bar >= 1:
+            return NO_DRAFT
+        memory = self._memory.setdefault(request.sequence.id, _Memory())
+        chain = _Chain(generation.matcher, room, self._bar, self.trust, memory.better)
+        try:
+            for _ in range(_ROUNDS):
+                before = len(chain.token_ids)
+                for proposer in self.proposers:
+                    proposal = proposer.propose(request, chain.token_ids, chain.room)
+                    if proposal.token_ids:
+                        chain.extend(proposal)
+                        break
+                if chain.is_over or len(chain.token_ids) == before:
+                    break
+        finally:
+            chain.rewind()
+        memory.sent = chain.sent
+        if not chain.token_ids:
+            memory.better *= _FADES
+            memory.num_empty += 1
+            return NO_DRAFT
+        memory.num_empty = 0
+        self._left -= len(chain.token_ids)
+        self._num_drafted += len(chain.token_ids)
+        token_ids = tuple(chain.token_ids)
+        return Draft(token_ids, tuple(generation.spec(token_ids[: i + 1]) for i in range(len(token_ids))))
+
+    def verified(self, request: Request, num_accepted: int) -> None:
+        """So many of the drafts that were sent last for a request were right."""
+        memory = self._memory.get(request.sequence.id)
+        if memory is None or not memory.sent:
+            return
+        self._verified.append(num_accepted)
+        for i, sent in enumerate(memory.sent[: num_accepted + 1]):
+            right = i < num_accepted
+            self.trust.add(sent.source, sent.strength, right=right)
+            memory.better += _OWN * (right - sent.chance)
+        memory.sent = []
+
+    def ended(self, request: Request) -> None:
+        """The request is over, or was put back."""
+        self._memory.pop(request.sequence.id, None)
+        for proposer in self.proposers:
+            proposer.ended(request)
+
+    def timed(self, plan: StepPlan, seconds: float) -> None:
+        """A step took so long, drawing included; 0 where nobody measures. One that did not only decode says nothing."""
+        if all(len(chunk.draws) == len(chunk.token_ids) - chunk.num_ahead for chunk in plan.chunks):
+            self.costs.add(plan.num_tokens, seconds)
+
+
+class _Chain:
+    """Drafts of one row while they are made; goes along with the matcher, until `rewind`."""
+
+    def __init__(self, matcher: Matcher | None, most: int, bar: float, trust: Trust, better: float) -> None:
+        self.token_ids: list[int] = []
+        self.sent: list[_Sent] = []
+        self.is_over = False
+        self._matcher = matcher
+        self._most = most
+        self._bar = bar
+        self._trust = trust
+        self._better = better
+        self._chance = 1.0
+
+    @property
+    def room(self) -> int:
+        """Drafts that may still come."""
+        return self._most - len(self.token_ids)
+
+    def extend(self, proposal: Proposal) -> None:
+        """Take of a proposal what is likely enough, and what the constraint forces behind it."""
+        for i, token_id in enumerate(proposal.token_ids):
+            if not self._push(token_id, proposal.source, proposal.strength + i):
+                self.is_over = True
+                return
+            forced = self._matcher.forced_tokens() if self._matcher is not None else []
+            for token in forced:
+                if not self._push(token, "forced", 0):
+                    self.is_over = True
+                    return
+            if forced:  # the proposal may go on otherwise
+                return
+
+    def _push(self, token_id: int, source: str, strength: int) -> bool:
+        chance = self._trust.of(source, strength) + (self._better if source != "forced" else 0.0)
+        chance = min(_MOST_LIKELY, max(_LEAST_LIKELY, chance))
+        if not self.room or self._chance * chance <= self._bar:
+            return False
+        if self._matcher is not None and not self._matcher.accept(token_id):
+            return False
+        self._chance *= chance
+        self.token_ids.append(token_id)
+        self.sent.append(_Sent(source, strength, chance))
+        return True
+
+    def rewind(self) -> None:
+        """Bring the matcher back to where it was."""
+        if self._matcher is not None and self.token_ids:
+            self._matcher.rollback(len(self.token_ids))

@@ -1,0 +1,117 @@
+"""What the options of speculation say together: one pure function from what the user gave to what runs.
+
+Owns `Speculation`, the part of the resolved configuration that the engine builds its drafter from, and the refusal of
+wishes that contradict each other. Called by `config.resolve`; no torch. Names are SGLang's.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from sgl.errors import ConfigError
+from sgl.runtime.speculation.control import AdaptiveParams, adaptive_params
+
+if TYPE_CHECKING:
+    from sgl.runtime.config import EngineConfig
+
+Algorithm = Literal["NONE", "NGRAM"]
+MatchType = Literal["BFS", "PROB"]
+"""Of places that match equally well: the latest, or what most of them go on with."""
+DraftTokens = Annotated[int, Meta(ge=2, le=128)]
+TrieDepth = Annotated[int, Meta(ge=2, le=1024)]
+
+_DRAFT_TOKENS = 12
+"""As SGLang's for NGRAM: eleven guesses behind a known token."""
+
+
+class Speculation(msgspec.Struct, frozen=True, kw_only=True):
+    """How guesses are made.
+
+    Args:
+        algorithm: who guesses. Program text and the constraint's forced tokens take part in every one.
+        num_draft_tokens: tokens that a row computes at most, the known one before the guesses included.
+        adaptive: whether costs and past success decide how many; else it is always the most.
+        adaptive_params: the ladder of lengths.
+        ngram_max_trie_depth, ngram_match_type, ngram_capacity, ngram_external_corpus_path: of `NgramProposer`.
+    """
+
+    algorithm: Algorithm
+    num_draft_tokens: int
+    adaptive: bool
+    adaptive_params: AdaptiveParams
+    ngram_max_trie_depth: int = 18
+    ngram_match_type: MatchType = "BFS"
+    ngram_capacity: int = 1_000_000
+    ngram_external_corpus_path: str | None = None
+
+    @property
+    def most_drafts(self) -> int:
+        """Guesses of a row."""
+        return self.num_draft_tokens - 1
+
+    def most_of_step(self, max_running_requests: int) -> int:
+        """Guesses of all rows of a step together."""
+        return max(self.most_drafts, max_running_requests)
+
+
+def resolve_speculation(config: EngineConfig) -> Speculation | None:
+    """What speculates, if anything does.
+
+    Raises:
+        ConfigError: options of an algorithm that is not chosen, or that contradict each other, with the one to change.
+    """
+    algorithm = config.speculative_algorithm
+    if algorithm in (None, "NONE"):
+        given = [name for name in _fields(config) if name != "speculative_algorithm"]
+        if given:
+            raise ConfigError(
+                f"{given[0]} is given, but speculative_algorithm is {algorithm}",
+                hint=f"set speculative_algorithm to NGRAM, or leave {given[0]} out",
+                param=given[0],
+            )
+        return None
+    num_draft_tokens = config.speculative_num_draft_tokens or _DRAFT_TOKENS
+    ladder = config.speculative_adaptive_config
+    if ladder is not None and not config.speculative_adaptive:
+        raise ConfigError(
+            "speculative_adaptive_config is given, but speculative_adaptive is off",
+            hint="leave speculative_adaptive on, or speculative_adaptive_config out",
+            param="speculative_adaptive_config",
+        )
+    return Speculation(
+        algorithm=algorithm,
+        num_draft_tokens=num_draft_tokens,
+        adaptive=config.speculative_adaptive,
+        adaptive_params=adaptive_params(_object(ladder), num_draft_tokens - 1),
+        ngram_max_trie_depth=config.speculative_ngram_max_trie_depth,
+        ngram_match_type=config.speculative_ngram_match_type,
+        ngram_capacity=config.speculative_ngram_capacity,
+        ngram_external_corpus_path=config.speculative_ngram_external_corpus_path,
+    )
+
+
+def _fields(config: EngineConfig) -> list[str]:
+    """Options of speculation that differ from their default."""
+    default = type(config)()
+    names = [name for name in config.__struct_fields__ if name.startswith("speculative_")]
+    return [name for name in names if getattr(config, name) != getattr(default, name)]
+
+
+def _object(text: str | None) -> dict[str, Any] | None:
+    if text is None:
+        return None
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise ConfigError(
+            f"speculative_adaptive_config is {text[:80]!r}, which is no JSON object",
+            hint='give it as {"1": {"candidate_steps": [1, 3, 7]}}',
+            param="speculative_adaptive_config",
+        )
+    return value

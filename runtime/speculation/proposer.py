@@ -1,0 +1,40 @@
+"""What a proposer of drafts is: something that guesses how a sequence goes on.
+
+Owns the protocol and its values. A guess is never trusted: whatever a proposer says, the output is the same; a bad one
+costs time. Proposers are asked by the drafter alone, on the engine core's thread, once or more per row and step, so
+they must be fast: microseconds for one row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+from sgl.runtime.sequence import Request
+
+
+class Proposal(NamedTuple):
+    """A guess.
+
+    Args:
+        token_ids: what comes next, in order.
+        source: who says so; accepted and refused drafts are counted by it.
+        strength: how much speaks for it, as a small number. What it is worth is learned, by source and strength.
+    """
+
+    token_ids: Sequence[int]
+    source: str
+    strength: int = 0
+
+
+NOTHING = Proposal((), "")
+
+
+class Proposer(Protocol):
+    """Guesses how sequences go on."""
+
+    def propose(self, request: Request, drafts: Sequence[int], room: int) -> Proposal:
+        """At most `room` tokens that may come after the request's known tokens and `drafts`; none is an answer, too."""
+
+    def ended(self, request: Request) -> None:
+        """The request is over: what was kept for it alone may go."""

@@ -1,0 +1,228 @@
+"""Drafts and their verification, on the scripted model: outputs are those without drafts, whoever guesses whatever."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+
+import msgspec
+import pytest
+from support.programs import start, text
+from support.scripted import Rig, expected_greedy
+
+from sgl.grammars.spec import Regex
+from sgl.lang.graph import DeltaEvent, FailedEvent, Fork, Gen, Join, Node, Sampling, Select, ValueEvent
+from sgl.runtime.sequence import Request
+from sgl.runtime.speculation.drafter import Drafter
+from sgl.runtime.speculation.proposer import Proposal
+
+
+class Oracle:
+    """Proposes what greedy decoding gives, wrong with a chance: each draft depends on the place alone.
+
+    Args:
+        wrong: share of the drafts that are wrong.
+        most: drafts of one proposal.
+    """
+
+    def __init__(self, wrong: float = 0.3, most: int = 6) -> None:
+        self.wrong = wrong
+        self.most = most
+        self.asked = 0
+
+    def propose(self, request: Request, drafts: Sequence[int], room: int) -> Proposal:
+        self.asked += 1
+        context = [*request.sequence.token_ids, *drafts]
+        right = expected_greedy(context, min(room, self.most))
+        rng = random.Random(f"{len(context)}:{request.sequence.id}")
+        return Proposal([97 if rng.random() < self.wrong else token_id for token_id in right], "oracle", 3)
+
+    def ended(self, request: Request) -> None:
+        return
+
+
+def drafter(*proposers: object, most: int = 5, most_of_step: int = 16) -> Drafter:
+    """One that always drafts as much as it can."""
+    return Drafter(proposers or [Oracle()], most=most, most_of_step=most_of_step)  # type: ignore[arg-type]
+
+
+def gen(id: int, branch: int = 0, n: int = 12, name: str = "x", **sampling: object) -> Gen:
+    fields = {"max_new_tokens": n, "temperature": 0.0, **sampling}
+    return Gen(id=id, branch=branch, name=name, sampling=Sampling(**fields))
+
+
+def outcomes(rig: Rig, programs: int) -> list[object]:
+    """Everything that clients see but counters."""
+    return [
+        sorted(
+            (msgspec.structs.replace(event, usage=None, latency_s=0) for event in rig.of(program, ValueEvent)),
+            key=lambda event: event.node,
+        )
+        for program in range(programs)
+    ]
+
+
+def both(*nodes: Node, programs: int = 3, make: Callable[[], Drafter] = drafter, **changes: object) -> tuple[Rig, Rig]:
+    """The same programs with drafts and without."""
+    rigs = Rig(drafter=make(), **changes), Rig(**changes)
+    for rig in rigs:
+        for program in range(programs):
+            start(rig, program, text(0, "row " * (program + 1)), *nodes)
+        rig.run()
+    assert outcomes(rigs[0], programs) == outcomes(rigs[1], programs)
+    assert rigs[1].core.stats.drafted_tokens == 0
+    return rigs
+
+
+@pytest.fixture(params=[False, True], ids=["", "overlapped"], autouse=True)
+def overlaps(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Rig, "overlaps", request.param)
+
+
+EVERYTHING = (
+    Fork(id=1, children=(1, 2)),
+    gen(2, branch=1, n=9, name="a", temperature=1.0, seed=5, return_logprob=True, top_logprobs_num=2),
+    gen(3, branch=2, n=19, name="b", frequency_penalty=1.5, min_new_tokens=4),
+    Join(id=4, children=(1, 2)),
+    Gen(
+        id=5,
+        name="c",
+        constraint=Regex(pattern='\\{"name": "[a-z]{1,9}", "age": [0-9]+\\}'),
+        sampling=Sampling(max_new_tokens=30, temperature=1.0, return_logprob=True),
+    ),
+    Select(id=6, name="d", choices=("yes", "yet", "no")),
+    gen(7, n=15, name="e", stop=("a", "bc", "z9")),
+    gen(8, n=15, name="f", stop_regex=("[0-9]{2}",), top_p=0.9, temperature=0.8, seed=3),
+)
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+@pytest.mark.parametrize("wrong", [0.0, 0.2, 1.0])
+def test_any_guess_leaves_every_output_as_it_is(page_size: int, wrong: float) -> None:
+    on, off = both(
+        *EVERYTHING,
+        make=lambda: drafter(Oracle(wrong)),
+        page_size=page_size,
+        num_pages=900 // page_size,
+    )
+    stats = on.core.stats
+    assert stats.drafted_tokens > 50
+    assert stats.accepted_tokens > 20 if wrong < 1 else stats.accepted_tokens < 5
+    assert (stats.decode_tokens, stats.forced_tokens) == (off.core.stats.decode_tokens, off.core.stats.forced_tokens)
+
+
+def test_forwards_are_saved() -> None:
+    """Twenty tokens of a row whose drafts are all right come in two steps behind that of the prompt."""
+    on, off = both(gen(1, n=20), programs=1, make=lambda: drafter(Oracle(0.0, most=9), most=9), num_pages=100)
+    assert off.core.stats.forwards == 20
+    (chunk_sizes,) = [[len(plan.chunks[0].token_ids) for plan in on.runner.plans]]
+    stats = on.core.stats
+    if Rig.overlaps:
+        assert stats.forwards <= 6
+        return
+    assert chunk_sizes == [4, 10, 9]
+    assert (stats.drafted_tokens, stats.accepted_tokens, stats.verifications) == (17, 17, 2)
+    assert stats.accept_len == 9.5
+
+
+def test_pages_of_wrong_guesses_are_free_again() -> None:
+    """A pool that holds the texts and hardly more: drafts take what is left, and never put a request back."""
+    on, _ = both(gen(1, n=20), programs=3, make=lambda: drafter(Oracle(0.5)), num_pages=80, max_running_requests=3)
+    stats = on.core.stats
+    assert stats.drafted_tokens > stats.accepted_tokens > 0
+    assert stats.retractions == 0
+
+
+def test_retraction_under_pressure() -> None:
+    """Rows with drafts are put back and go on: no output changes, no page is lost."""
+    on, _ = both(
+        gen(1, n=30),
+        programs=6,
+        make=lambda: drafter(Oracle(0.2)),
+        num_pages=110,
+        schedule_conservativeness=0.001,
+    )
+    assert on.core.stats.retractions > 0
+    assert on.core.stats.accepted_tokens > 0
+
+
+def test_a_disconnect_while_drafts_are_verified() -> None:
+    """Cancelled between the forward with its drafts and their verification: rows and pages are free, others go on."""
+    rig = Rig(num_pages=300)
+    cancelled: list[int] = []
+
+    def hook(plan: object) -> None:
+        if not cancelled and any(chunk.num_drafts and chunk.sequence == 1 for chunk in plan.chunks):  # type: ignore[attr-defined]
+            cancelled.append(1)
+            rig.core.cancel(0)
+
+    rig = Rig(hook=hook, drafter=drafter(Oracle(0.1)), num_pages=300)
+    for program in range(2):
+        start(rig, program, text(0, "row " * (program + 1)), gen(1, n=20))
+    rig.run()
+    assert cancelled
+    assert not rig.of(0, ValueEvent)
+    (value,) = rig.of(1, ValueEvent)
+    assert value.token_ids == tuple(expected_greedy(list(b"row row "), 20))
+    assert rig.core.stats.num_running == 0
+
+
+def test_drafts_beyond_the_end() -> None:
+    """Guesses that go past an end of sequence, a stop, and the end of a constraint's text change nothing."""
+
+    class Past(Oracle):
+        """The right tokens, then an end of sequence and more of them."""
+
+        def propose(self, request: Request, drafts: Sequence[int], room: int) -> Proposal:
+            right = list(super().propose(request, drafts, room).token_ids)
+            if request.generation is not None and request.generation.matcher is not None:
+                right = [*b"abcdefxyz"[len(request.sequence) - request.prompt_len :]]
+            return Proposal([*right[:2], min(Rig.tokenizer.eos_ids), *right][:room], "oracle", 3)
+
+    constrained = Gen(
+        id=1,
+        name="c",
+        constraint=Regex(pattern="[a-f]{3,5}(xyz)?"),
+        sampling=Sampling(max_new_tokens=30, temperature=0.0),
+    )
+    for node in (constrained, gen(1, n=20, stop=("q",)), gen(1, n=3)):
+        on, _ = both(node, make=lambda: drafter(Past(0.0)), programs=4)
+        assert on.core.stats.drafted_tokens
+
+
+def test_streams_send_several_tokens_at_once() -> None:
+    rig = Rig(drafter=drafter(Oracle(0.0, most=4)), num_pages=100)
+    start(rig, 0, text(0, "row "), gen(1, n=12), stream=True)
+    rig.run()
+    deltas = [event.token_ids for event in rig.of(0, DeltaEvent)]
+    (value,) = rig.of(0, ValueEvent)
+    assert sum(deltas, ()) == value.token_ids == tuple(expected_greedy(list(b"row "), 12))
+    assert max(map(len, deltas)) == 6, "five guesses, and the draw behind them"
+
+
+def test_what_a_constraint_refuses_is_not_sent() -> None:
+    class Wrong(Oracle):
+        def propose(self, request: Request, drafts: Sequence[int], room: int) -> Proposal:
+            return Proposal([ord("!")] * room, "oracle", 9)
+
+    node = Gen(id=1, name="c", constraint=Regex(pattern="[a-z]{5,9}"), sampling=Sampling(max_new_tokens=9))
+    on, _ = both(node, make=lambda: drafter(Wrong()))
+    assert on.core.stats.drafted_tokens == 0
+
+
+def test_nan_behind_a_draft_fails_only_where_it_counts() -> None:
+    """A row whose logits turn into NaN behind a wrong guess is sound; behind a right one it fails, alone."""
+    for wrong, fails in ((1.0, False), (0.0, True)):
+        rig = Rig(drafter=drafter(Oracle(wrong)), num_pages=100)
+        forward = rig.runner.forward
+
+        def broken(plan, drawn=None, forward=forward):  # type: ignore[no-untyped-def]
+            logits = forward(plan, drawn)
+            if plan.chunks[0].num_drafts:
+                logits[1:] = float("nan")
+            return logits
+
+        rig.core._forward = broken
+        start(rig, 0, text(0, "row "), gen(1, n=6))
+        rig.run()
+        assert bool(rig.of(0, FailedEvent)) == fails
