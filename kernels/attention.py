@@ -15,6 +15,9 @@ A chunk may end in a *tree*: up to `MAX_TREE` drafted tokens, of which each sees
 before the tree, and of the tree its own ancestors and itself. Which those are is an argument of the plan (`Ancestors`);
 what computes is the same op.
 
+What rows of one token have in common at the beginning may be read once for all of them (`cascade_attention`): the plan
+says which rows these are (`PrefixGroup`), and the numbers are those of `paged_attention` up to rounding.
+
 Shapes: T tokens of the step, S slots of the pool, H query heads, K key/value heads, G = H / K, D head size, B rows of
 one token, L longest context among them, Q queries of one span.
 """
@@ -30,6 +33,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from sgl.errors import InternalError
+from sgl.kernels.prefix_groups import PrefixGroup
 from sgl.kernels.workspace import capped_rows_at_once, rows_at_once
 
 Ancestors = npt.NDArray[np.uint64]
@@ -111,6 +115,8 @@ class AttentionPlan:
     single_mask: torch.Tensor | None
     """`[B, 1, 1, L]`, true where the slot counts; `None` when all contexts are equally long."""
     spans: tuple[Span, ...]
+    groups: tuple[PrefixGroup, ...] = ()
+    """Of single rows, for `cascade_attention`."""
     _windowed: dict[int, AttentionPlan] = field(default_factory=dict, repr=False, compare=False)
 
     def windowed(self, window: int) -> AttentionPlan:
@@ -157,6 +163,7 @@ def plan_attention(
     page_size: int,
     device: torch.device | str = "cpu",
     ancestors: Sequence[Ancestors | None] | None = None,
+    groups: Sequence[PrefixGroup] = (),
 ) -> AttentionPlan:
     """Plan a step of chunks: chunk `i` computes positions `starts[i] .. starts[i] + lengths[i]` of its sequence.
 
@@ -164,6 +171,7 @@ def plan_attention(
         page_tables: per chunk the pages of its sequence, at least up to the chunk's end.
         ancestors: per chunk the tree that its last tokens are; `None` where there is none, or for all. A tree lies in
             slots one after another, as if its tokens stood at positions one after another; see `chunk_positions`.
+        groups: chunks of one token with a common prefix, counted among such chunks.
     """
     writes: list[npt.NDArray[np.int64]] = []
     rows: list[int] = []
@@ -203,6 +211,7 @@ def plan_attention(
         single_slots=torch.from_numpy(single_slots).to(device),
         single_mask=single_mask,
         spans=tuple(spans),
+        groups=tuple(groups),
     )
 
 
@@ -294,6 +303,54 @@ def paged_attention(
             )
         out_THD[span.begin : span.end] = mixed.squeeze(0).transpose(0, 1)
     return out_THD
+
+
+def cascade_attention(
+    query_THD: torch.Tensor, keys_SKD: torch.Tensor, values_SKD: torch.Tensor, plan: AttentionPlan, scale: float
+) -> torch.Tensor:
+    """As `paged_attention`, where each of the plan's groups reads its prefix once: each row's part of it and of its own
+    keys are joined by their sums of weights. A row is in one group at most, and its context is longer than the prefix.
+    """
+    alone = torch.ones(len(plan.single_rows), dtype=torch.bool, device=query_THD.device)
+    for group in plan.groups:
+        alone[list(group.rows)] = False
+    mask = plan.single_mask
+    others = replace(
+        plan,
+        single_rows=plan.single_rows[alone],
+        single_slots=plan.single_slots[alone],
+        single_mask=None if mask is None else mask[alone],
+    )
+    out_THD = paged_attention(query_THD, keys_SKD, values_SKD, others, scale)
+    for group in plan.groups:
+        members, prefix = list(group.rows), group.num_keys
+        rows_B = plan.single_rows[members]
+        slots_BL = plan.single_slots[members]
+        seen = None if mask is None else mask[members][..., prefix:]
+        query_BKGD = query_THD[rows_B].unflatten(1, (keys_SKD.shape[1], -1))
+        parts = [
+            _part(query_BKGD, keys_SKD[slots], values_SKD[slots], scale, visible)
+            for slots, visible in ((slots_BL[:1, :prefix], None), (slots_BL[:, prefix:], seen))
+        ]
+        shares = torch.stack([mass for _, mass in parts]).softmax(dim=0)
+        mixed_BKGD = sum(part * share for (part, _), share in zip(parts, shares, strict=True))
+        out_THD[rows_B] = torch.as_tensor(mixed_BKGD).flatten(1, 2).to(out_THD.dtype)
+    return out_THD
+
+
+def _part(
+    query_BKGD: torch.Tensor,
+    key_BLKD: torch.Tensor,
+    value_BLKD: torch.Tensor,
+    scale: float,
+    mask: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention over a part of the context, in float32, and the logarithm of its sum of weights (`[B, K, G, 1]`)."""
+    key_BKDL = key_BLKD.permute(0, 2, 3, 1).float()
+    scores_BKGL = query_BKGD.float() @ key_BKDL * scale
+    if mask is not None:
+        scores_BKGL = scores_BKGL.masked_fill(~mask, -torch.inf)
+    return scores_BKGL.softmax(dim=-1) @ value_BLKD.transpose(1, 2).float(), scores_BKGL.logsumexp(-1, keepdim=True)
 
 
 def _capped(

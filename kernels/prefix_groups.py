@@ -23,6 +23,8 @@ MULTIPROCESSORS = 132
 BLOCK_KEYS = 64
 """Parts of a prefix are multiples of so many keys."""
 MIN_PART = 2 * BLOCK_KEYS
+TILE_QUERIES = 128
+"""Queries that a program takes together: heads that share a key head, times rows."""
 MAX_GROUPS = 8
 """Groups of a step, those that save most."""
 
@@ -79,7 +81,7 @@ class Cascade:
             >>> cascade.shared.tolist(), cascade.rows.tolist(), cascade.num_parts
             ([256, 0, 256, 256], [0, 2, 3], 6)
             >>> cascade.items.tolist()
-            [[0, 2, 0, 0, 128, 0], [0, 2, 0, 128, 256, 2], [2, 1, 0, 0, 128, 4], [2, 1, 0, 128, 256, 5]]
+            [[0, 2, 0, 0, 128, 0], [0, 2, 0, 128, 256, 2], [2, 1, 3, 0, 128, 4], [2, 1, 3, 128, 256, 5]]
             >>> cascade.parts.tolist()
             [[0, 2, 2], [0, 0, 0], [1, 2, 2], [4, 1, 2]]
         """

@@ -1,6 +1,6 @@
 """Which rows of a decode step begin with the same pages, found from step to step at little cost.
 
-Owns the search, and what it remembers of the step before. Called by `gpu_steps.py` for steps in which sequences decode.
+Owns the search, what it remembers of the step before, and when reading together pays. Called by `gpu_steps.py`.
 Pages are compared, not tokens: rows share what lies in one place, whoever put it there (forks, rows of a batch, prompts
 that found each other in the tree). Rows of one group are those for which most reading is saved when each is in one
 group at most; groups that save little are left out.
@@ -17,9 +17,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from sgl.kernels.prefix_groups import MAX_GROUPS, PrefixGroup
+from sgl.kernels.prefix_groups import MAX_GROUPS, TILE_QUERIES, Cascade, PrefixGroup, most_items
 
 Pages = npt.NDArray[np.int32]
+
+MIN_SAVED_BYTES = 2**25
+"""What a group must save in a layer: reading together costs a kernel and its partial results, some microseconds."""
+STEADY_STEPS = 4
+"""Steps in a row that read together before one is recorded for that."""
 
 
 class SharedPrefixes:
@@ -103,3 +108,48 @@ def _by_page(tables: Sequence[Pages], rows: Sequence[int], place: int) -> list[l
         page = int(tables[row][place]) if place < len(tables[row]) else -1 - row
         together.setdefault(page, []).append(row)
     return list(together.values())
+
+
+class SharedReading:
+    """What the rows of one step after another read together, as arrays for the kernels.
+
+    Args:
+        num_heads, num_kv_heads: of the model's attention.
+        bytes_per_key: of one layer's keys and values, all heads.
+
+    Example:
+        >>> reading = SharedReading(1, num_heads=4, num_kv_heads=2, bytes_per_key=2**20)
+        >>> tables = [np.array([*range(100), 100 + row], dtype=np.int32) for row in range(2)]
+        >>> reading.of(tables).shared.tolist(), reading.of(tables[:1])
+        ([100, 100], None)
+    """
+
+    def __init__(self, page_size: int, *, num_heads: int, num_kv_heads: int, bytes_per_key: int) -> None:
+        self._finder = SharedPrefixes(page_size, max(1, MIN_SAVED_BYTES // bytes_per_key))
+        self._num_kv_heads = num_kv_heads
+        self.rows_per_tile = max(1, TILE_QUERIES // (num_heads // num_kv_heads))
+        self._groups: tuple[PrefixGroup, ...] = ()
+        self._cascade: Cascade | None = None
+        self._lasted = 0
+        self.saved_tokens = 0
+        """Keys that rows need not have read for themselves, of all steps; in each layer."""
+
+    def of(self, tables: Sequence[Pages]) -> Cascade | None:
+        """For the rows of one token of a step, by the pages that each reads; `None` when reading together saves too
+        little. The same object as before when nothing has changed."""
+        groups = self._finder.groups(tables)
+        if groups is not self._groups or (self._cascade and len(self._cascade.shared) != len(tables)):
+            self._groups = groups
+            self._cascade = Cascade.of(groups, len(tables), self.rows_per_tile, self._num_kv_heads) if groups else None
+        self._lasted = self._lasted + 1 if groups else 0
+        self.saved_tokens += sum(group.saved for group in groups)
+        return self._cascade
+
+    @property
+    def lasts(self) -> bool:
+        """Whether steps have read together for so long that it is worth to record one."""
+        return self._lasted >= STEADY_STEPS
+
+    def most_items(self, num_rows: int) -> int:
+        """Items of a step of so many rows at most."""
+        return most_items(num_rows, self.rows_per_tile, self._num_kv_heads)

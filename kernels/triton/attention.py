@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 
 from sgl.kernels.attention import Ancestors, chunk_positions, seen_in_tree
-from sgl.kernels.prefix_groups import Cascade, PrefixGroup
+from sgl.kernels.prefix_groups import TILE_QUERIES, Cascade, PrefixGroup
 from sgl.kernels.triton.chaining import chained
 
 _PROGRAMS = 528
@@ -47,7 +47,7 @@ class Tile(NamedTuple):
 DECODE = Tile(16, 64, 4, 3)
 """Of rows of one token; queries are the heads that share a key head, at least."""
 PREFILL = Tile(64, 64, 4, 3)
-SHARED = Tile(128, 64, 8, 3)
+SHARED = Tile(TILE_QUERIES, 64, 8, 3)
 """Of the prefix of a group; queries are heads times rows."""
 
 
@@ -58,7 +58,7 @@ def rows_per_tile(num_heads: int, num_kv_heads: int) -> int:
         >>> rows_per_tile(32, 8)
         32
     """
-    return max(1, SHARED.queries // (num_heads // num_kv_heads))
+    return max(1, TILE_QUERIES // (num_heads // num_kv_heads))
 
 
 @dataclass(frozen=True)
@@ -113,6 +113,9 @@ class DeviceCascade:
 class HostPlan:
     """A plan's arrays on the host, before they are copied; fields as in `PagedPlan`, and each token's position.
 
+    Args:
+        first_pages: `[C]`, where each table begins among pages that are on the device already; `pages` is empty then.
+
     Shapes: C chunks.
     """
 
@@ -124,18 +127,31 @@ class HostPlan:
         page_size: int,
         *,
         block_queries: int = PREFILL.queries,
+        first_pages: npt.NDArray[np.int32] | None = None,
     ) -> None:
         starts_C = np.array(starts, dtype=np.int32)
         lengths_C = np.array(lengths, dtype=np.int32)
         ends_C = starts_C + lengths_C
         num_pages_C = -(-ends_C // page_size)
         first_rows_C = _before(lengths_C)
-        first_pages_C = _before(num_pages_C)
-        tables = [table[:num_pages] for table, num_pages in zip(page_tables, num_pages_C.tolist(), strict=True)]
-        self.pages = np.concatenate(tables) if tables else np.empty(0, dtype=np.int32)
-        # Each token's place: how far it is into its sequence, and where that sequence's pages begin.
+        counts = num_pages_C.tolist()
+        if first_pages is None:
+            tables = [table[:count] for table, count in zip(page_tables, counts, strict=True)]
+            self.pages = np.concatenate(tables) if tables else np.empty(0, dtype=np.int32)
+            first_pages_C = _before(num_pages_C)
+        else:
+            self.pages = np.empty(0, dtype=np.int32)
+            first_pages_C = first_pages
+        # Each token's place: how far it is into its sequence, and which of the pages that its chunk writes it is on.
+        written_C = starts_C // page_size
+        written = [
+            table[first:count] for table, first, count in zip(page_tables, written_C.tolist(), counts, strict=True)
+        ]
         positions_T = np.arange(lengths_C.sum(), dtype=np.int32) - np.repeat(first_rows_C - starts_C, lengths_C)
-        pages_T = self.pages[np.repeat(first_pages_C, lengths_C) + positions_T // page_size]
+        first_written_C = _before(num_pages_C - written_C) - written_C
+        pages_T = np.concatenate(written or [self.pages])[
+            np.repeat(first_written_C, lengths_C) + positions_T // page_size
+        ]
         self.write_slots = pages_T * np.int32(page_size) + positions_T % page_size
         is_single = lengths_C == 1
         self.single_rows = first_rows_C[is_single]
@@ -595,6 +611,13 @@ def paged_attention(
     if len(plan.blocks):
         _attend_blocks(common, plan.prefill)
     return out_THD
+
+
+def cascade_attention(
+    query_THD: torch.Tensor, keys_SKD: torch.Tensor, values_SKD: torch.Tensor, plan: PagedPlan, scale: float
+) -> torch.Tensor:
+    """As `sgl.kernels.attention.cascade_attention`: the plan says what is read together."""
+    return paged_attention(query_THD, keys_SKD, values_SKD, plan, scale)
 
 
 class _Common(NamedTuple):
