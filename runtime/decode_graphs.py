@@ -14,9 +14,11 @@ GRAPH_ROWS = (
 MAX_ROWS = 256
 """Rows up to which they are, unless the user says otherwise: beyond, launching kernels one by one costs little."""
 PAGES_PER_ROW = 8192
-"""Pages of a graph's sequences, per row, that there is room for; longer steps are launched kernel by kernel."""
-INTEGERS_PER_ROW = 6 + PAGES_PER_ROW
-"""What a graph reads per row, as int32."""
+"""Entries of page tables on the device, per row; steps that need more send their tables and are launched kernel by
+kernel."""
+INTEGERS_PER_ROW = 8
+"""What a graph is sent per row, as int32: token, its source, position, slot, first page, length; a new page and its
+place."""
 
 
 def max_graph_rows(
@@ -59,6 +61,17 @@ def early_rows(most: int) -> tuple[int, ...]:
     return tuple(each for each in rows if each & (each - 1) == 0 or each == rows[-1])
 
 
+def table_entries(most: int) -> int:
+    """Entries of page tables that are kept on the device, int32, where steps of up to `most` rows are recorded.
+
+    Example:
+        >>> table_entries(20), table_entries(0)
+        (196608, 0)
+    """
+    return max(graph_rows(most), default=0) * PAGES_PER_ROW
+
+
 def graph_bytes(most: int, vocab_size: int) -> int:
-    """What all of them hold: logits in float32 and integers, each its own. The rest they share with other steps."""
-    return sum(graph_rows(most)) * 4 * (vocab_size + INTEGERS_PER_ROW)
+    """What all of them hold: logits in float32 and integers, each its own, and the page tables. The rest they share
+    with other steps."""
+    return 4 * (sum(graph_rows(most)) * (vocab_size + INTEGERS_PER_ROW) + table_entries(most))

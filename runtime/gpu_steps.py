@@ -3,9 +3,10 @@
 Owns the arrays of a step on the device and the graphs. Called by the model runner. A decode step is hundreds of kernels
 of a few microseconds; launched one by one the host would be the slower of the two. A graph is captured per padded
 number of rows, at start or at its first use (`decode_graphs.py`); rows that fill a step up read nothing and write to a
-slot behind the pool. Tokens that the step before draws are read from where it puts them, when the step runs.
+slot behind the pool. Tokens that the step before draws are read from where it puts them, when the step runs. Page
+tables stay on the device, where graphs are recorded at all; a step sends what is new in them (`device_pages.py`).
 
-Shapes: T tokens of the step, B rows of a decode step, P pages of all its sequences, R rows of logits.
+Shapes: T tokens of the step, B rows of a decode step, U new entries of page tables, R rows of logits.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ import numpy.typing as npt
 import torch
 
 from sgl.kernels.triton.attention import HostPlan, PagedPlan, num_splits
-from sgl.kernels.triton.sampling import follow
-from sgl.runtime.decode_graphs import INTEGERS_PER_ROW, PAGES_PER_ROW, graph_rows
+from sgl.kernels.triton.sampling import enter, follow
+from sgl.runtime.decode_graphs import INTEGERS_PER_ROW, graph_rows, table_entries
+from sgl.runtime.device_pages import DevicePages, Placed
 from sgl.runtime.plan import UNKNOWN, StepPlan
 
 if TYPE_CHECKING:
@@ -29,12 +31,18 @@ if TYPE_CHECKING:
     from sgl.runtime.models.registry import CausalLM
 
 Ids = npt.NDArray[np.int32]
+_NOTHING = np.empty(0, dtype=np.int32)
 
 
 class Staging:
-    """Integers for the device, copied all at once from pinned memory."""
+    """Integers for the device, copied all at once from pinned memory.
+
+    Attributes:
+        num_sent: how many were.
+    """
 
     def __init__(self, device: torch.device) -> None:
+        self.num_sent = 0
         self._device = device
         self._host = torch.empty(0, dtype=torch.int32)
         self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -45,8 +53,10 @@ class Staging:
         self._copied.synchronize()
         sizes = [array.size for array in arrays]
         total = sum(sizes)
+        self.num_sent += total
         if total > len(self._host):
-            self._host = torch.empty(max(2 * total, 4096), dtype=torch.int32, pin_memory=True)
+            pinned = self._device.type == "cuda"
+            self._host = torch.empty(max(2 * total, 4096), dtype=torch.int32, pin_memory=pinned)
         np.concatenate([array.reshape(-1) for array in arrays], out=self._host.numpy()[:total])
         if target is None:
             target = torch.empty(total, dtype=torch.int32, device=self._device)
@@ -89,6 +99,14 @@ class GpuSteps:
         self._drawn = torch.zeros(max_drawn, dtype=torch.int64, device=device)
         self._graphs: dict[int, _DecodeGraph] = {}
         self._pool: Any = None
+        size = table_entries(max_rows)
+        self._placing = DevicePages(size)
+        self._tables = torch.zeros(size, dtype=torch.int32, device=device)
+
+    @property
+    def num_sent(self) -> int:
+        """Integers that were sent to the device so far."""
+        return self._staging.num_sent
 
     def forward(self, plan: StepPlan, drawn: torch.Tensor | None = None) -> torch.Tensor:
         """Float32 logits `[R, V]`.
@@ -96,45 +114,76 @@ class GpuSteps:
         Args:
             drawn: int64, on the device: the tokens that chunks may follow.
         """
+        try:
+            return self._forward(plan, drawn)
+        except BaseException:
+            self._placing.forget()  # entries that count as sent may not be there
+            raise
+
+    def _forward(self, plan: StepPlan, drawn: torch.Tensor | None) -> torch.Tensor:
         chunks = plan.chunks
+        page_size = self._cache.page_size
+        ends = [chunk.start + len(chunk.token_ids) for chunk in chunks]
+        placed = self._placing.place(chunks, [-(-end // page_size) for end in ends])
         host = HostPlan(
             [chunk.start for chunk in chunks],
             [len(chunk.token_ids) for chunk in chunks],
             [chunk.page_table for chunk in chunks],
-            self._cache.page_size,
+            page_size,
+            first_pages=None if placed is None else placed.first,
         )
         token_ids = np.fromiter(chain.from_iterable(chunk.token_ids for chunk in chunks), np.int32)
         sources = np.full(len(token_ids), -1, dtype=np.int32)
         if drawn is not None:
             sources[token_ids == UNKNOWN] = [chunk.follows for chunk in chunks if chunk.follows is not None]
-        graph = self._graph(plan, host) if drawn is None or len(drawn) <= len(self._drawn) else None
-        if graph is None:
-            return self._eager(plan, token_ids, sources, host, drawn)
+        graph = None
+        if placed is not None and (drawn is None or len(drawn) <= len(self._drawn)):
+            graph = self._graph(plan, host)
+        if graph is None or placed is None:
+            return self._eager(plan, token_ids, sources, host, placed, drawn)
         if drawn is not None:
             self._drawn[: len(drawn)] = drawn
-        graph.fill(token_ids, sources, host)
+        graph.fill(token_ids, sources, host, placed)
         self._clock.begin()
         logits = graph.replay(len(token_ids))
         self._clock.mark()
         return logits
 
     def _eager(
-        self, plan: StepPlan, token_ids: Ids, sources: Ids, host: HostPlan, drawn: torch.Tensor | None
+        self,
+        plan: StepPlan,
+        token_ids: Ids,
+        sources: Ids,
+        host: HostPlan,
+        placed: Placed | None,
+        drawn: torch.Tensor | None,
     ) -> torch.Tensor:
         logit_rows: list[int] = []
         begin = 0
         for chunk in plan.chunks:
             logit_rows.extend(begin + offset for offset in chunk.logit_offsets)
             begin += len(chunk.token_ids)
+        targets, values = (placed.targets, placed.values) if placed is not None else (_NOTHING, _NOTHING)
         names = list(vars(host))
-        arrays = [token_ids, sources, np.array(logit_rows, dtype=np.int32), *vars(host).values()]
-        ids, from_drawn, rows, *attention = self._staging.put(arrays)
+        arrays = [token_ids, sources, np.array(logit_rows, dtype=np.int32), targets, values, *vars(host).values()]
+        ids, from_drawn, rows, targets_U, values_U, *attention = self._staging.put(arrays)
         self._clock.begin()
         if drawn is not None:
             follow(ids, from_drawn, drawn)
-        splits = num_splits(len(host.single_rows), self._num_kv_heads)
+        of_host = dict(zip(names, attention, strict=True))
+        if placed is not None:
+            enter(self._tables, targets_U, values_U)
+            of_host["pages"] = self._tables
         paged = PagedPlan(
-            **dict(zip(names, attention, strict=True)), num_splits=splits, page_size=self._cache.page_size
+            positions=of_host["positions"],
+            write_slots=of_host["write_slots"],
+            pages=of_host["pages"],
+            single_rows=of_host["single_rows"],
+            single_pages=of_host["single_pages"],
+            single_lengths=of_host["single_lengths"],
+            blocks=of_host["blocks"],
+            num_splits=num_splits(len(host.single_rows), self._num_kv_heads),
+            page_size=self._cache.page_size,
         )
         logits = self._model(_batch(ids, rows, paged), self._cache)
         self._clock.mark()
@@ -146,9 +195,7 @@ class GpuSteps:
         if num_rows != len(plan.chunks) or not all(chunk.logit_offsets for chunk in plan.chunks):
             return None
         rows = next((rows for rows in self._rows if rows >= num_rows), None)
-        if rows is None or len(host.pages) > rows * PAGES_PER_ROW:
-            return None
-        return self._captured(rows)
+        return None if rows is None else self._captured(rows)
 
     def capture(self, rows: Sequence[int]) -> None:
         """Have the graphs for these numbers of rows before they are needed. The largest comes first: the others find
@@ -165,7 +212,9 @@ class GpuSteps:
     def _captured(self, rows: int) -> _DecodeGraph:
         if rows not in self._graphs:
             splits = num_splits(rows, self._num_kv_heads)
-            graph = _DecodeGraph(self._model, self._cache, rows, splits, self._spare_slot, self._staging, self._drawn)
+            graph = _DecodeGraph(
+                self._model, self._cache, rows, splits, self._spare_slot, self._staging, self._drawn, self._tables
+            )
             self._pool = graph.capture(self._pool)
             self._graphs[rows] = graph
         return self._graphs[rows]
@@ -183,6 +232,7 @@ class _DecodeGraph:
         spare_slot: int,
         staging: Staging,
         drawn: torch.Tensor,
+        tables: torch.Tensor,
     ) -> None:
         self._model = model
         self._cache = cache
@@ -191,11 +241,14 @@ class _DecodeGraph:
         self._staging = staging
         device = cache.layer(0)[0].device
         self._drawn = drawn
+        self._tables = tables
         self._integers = torch.zeros(rows * INTEGERS_PER_ROW, dtype=torch.int32, device=device)
-        ids, sources, positions, slots, pages, lengths = (self._integers[i * rows : (i + 1) * rows] for i in range(6))
+        ids, sources, positions, slots, pages, lengths, targets, values = self._integers.view(INTEGERS_PER_ROW, rows)
         slots.fill_(spare_slot)
         sources.fill_(-1)
+        targets.fill_(-1)
         self._ids, self._sources = ids, sources
+        self._targets, self._values = targets, values
         every = torch.arange(rows, dtype=torch.int32, device=device)
         self._batch = _batch(
             ids,
@@ -203,7 +256,7 @@ class _DecodeGraph:
             PagedPlan(
                 positions=positions,
                 write_slots=slots,
-                pages=self._integers[6 * rows :],
+                pages=tables,
                 single_rows=every,
                 single_pages=pages,
                 single_lengths=lengths,
@@ -212,7 +265,7 @@ class _DecodeGraph:
                 page_size=cache.page_size,
             ),
         )
-        self._graph = torch.cuda.CUDAGraph()
+        self._graph: Any = None  # until `capture`
         self._logits = torch.empty(0)
 
     def capture(self, pool: Any) -> Any:
@@ -223,19 +276,22 @@ class _DecodeGraph:
             self._compute()
         torch.cuda.current_stream().wait_stream(side)
         torch.cuda.synchronize()
+        self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"):
             self._logits = self._compute()
         return self._graph.pool()
 
     def _compute(self) -> torch.Tensor:
         follow(self._ids, self._sources, self._drawn)
+        enter(self._tables, self._targets, self._values)
         return self._model(self._batch, self._cache)
 
-    def fill(self, token_ids: Ids, sources: Ids, host: HostPlan) -> None:
-        """Send a step's integers."""
-        filling = self._num_rows - len(token_ids)
+    def fill(self, token_ids: Ids, sources: Ids, host: HostPlan, placed: Placed) -> None:
+        """Send a step's integers. New entries of page tables that are more than rows are written beforehand."""
+        rows = self._num_rows
+        fits = len(placed.targets) <= rows
         arrays = [
-            np.pad(array, (0, filling), constant_values=value)
+            np.pad(array, (0, rows - len(array)), constant_values=value)
             for array, value in (
                 (token_ids, 0),
                 (sources, -1),
@@ -243,9 +299,16 @@ class _DecodeGraph:
                 (host.write_slots, self._spare_slot),
                 (host.single_pages, 0),
                 (host.single_lengths, 0),
+                (placed.targets if fits else _NOTHING, -1),
+                (placed.values if fits else _NOTHING, 0),
             )
         ]
-        self._staging.put([*arrays, host.pages], self._integers)
+        if fits:
+            self._staging.put(arrays, self._integers)
+            return
+        integers, targets, values = self._staging.put([np.concatenate(arrays), placed.targets, placed.values])
+        self._integers.copy_(integers)
+        enter(self._tables, targets, values)
 
     def replay(self, num_rows: int) -> torch.Tensor:
         """Logits of the first rows, the others being there to fill up; overwritten by the next step."""

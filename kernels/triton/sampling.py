@@ -8,6 +8,8 @@ cut), two for the draw. What a row gets does not depend on the others.
 The kept tokens are those of `runtime/sampler.py` (ties rank by id). They are drawn from in the order of their ids,
 there in that of their probability: the same distribution, but not the same token for the same uniform number.
 
+Besides, what a step finds on the device: ids that the step before drew (`follow`), entries of page tables (`enter`).
+
 Shapes: R rows of logits, V vocabulary, B rows that are drawn, M rows of packed masks, W words of each.
 """
 
@@ -224,3 +226,19 @@ def follow(ids_T: torch.Tensor, sources_T: torch.Tensor, drawn: torch.Tensor) ->
     """Put `drawn[source]` in the place of the ids of a step that have a source (not negative), in place."""
     block = 256
     _follow[(triton.cdiv(len(ids_T), block),)](ids_T, sources_T, drawn, len(ids_T), BLOCK=block, num_warps=2)
+
+
+@triton.jit
+def _enter(table, targets, values, U, BLOCK: tl.constexpr):
+    ids = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    target = tl.load(targets + ids, mask=ids < U, other=-1)
+    tl.store(table + target, tl.load(values + ids, mask=ids < U, other=0), mask=target >= 0)
+
+
+def enter(table: torch.Tensor, targets_U: torch.Tensor, values_U: torch.Tensor) -> None:
+    """Put values in their places of a table, in place; a negative place is none."""
+    block = 256
+    if len(targets_U):
+        _enter[(triton.cdiv(len(targets_U), block),)](
+            table, targets_U, values_U, len(targets_U), BLOCK=block, num_warps=2
+        )

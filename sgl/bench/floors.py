@@ -13,6 +13,19 @@ from typing import Any
 from sgl.bench.ceilings import Ceilings
 
 SHAPES: dict[str, dict[str, Any]] = {
+    "smollm2-135m": {
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": 49152,
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "head_dim": 64,
+        "max_position_embeddings": 8192,
+        "rope_theta": 100000.0,
+        "tie_word_embeddings": True,
+    },
     "llama-3-8b": {
         "architectures": ["LlamaForCausalLM"],
         "vocab_size": 128256,

@@ -27,8 +27,10 @@ from sgl.bench.products import ProductRate, compare_products, shapes_of_8b
 from sgl.bench.provenance import Provenance, provenance
 from sgl.bench.quality import TEXT
 from sgl.bench.steps import StepBench, StepTimes
-from sgl.errors import ConfigError, SglError
+from sgl.errors import ConfigError, ModelError, SglError
+from sgl.runtime.config import config_from_mapping
 from sgl.runtime.engine import Engine
+from sgl.runtime.loading.sources import locate
 
 
 class Sizes(msgspec.Struct, frozen=True, kw_only=True):
@@ -221,7 +223,8 @@ class _Bench:
         sizes = self._sizes
         text = files("sgl.bench").joinpath(TEXT).read_text()
         prompts = [text[i * 97 : i * 97 + 40 + 3 * i] for i in range(sizes.prompts)]
-        plain = {"dtype": "float32", "quantization": "none", "max_total_tokens": 40_000, **self._fields}
+        fields = self._given_model()
+        plain = {**fields, "dtype": "float32", "quantization": "none"}
         texts = []
         for device, kernels in (("cpu", "torch"), (sizes.device, "auto")):
             self._progress(f"correct: {sizes.prompts} prompts on {device}")
@@ -234,7 +237,7 @@ class _Bench:
             return
         self._progress("correct: bfloat16 against float32")
         report = compare_quality(
-            {**self._fields, "device": "cuda", "max_total_tokens": 40_000},
+            {**fields, "device": "cuda"},
             paths=("triton-float32", "triton-bfloat16"),
             window=512,
             max_tokens=1536,
@@ -422,6 +425,20 @@ class _Bench:
 
     def _plan(self) -> PairPlan:
         return PairPlan(pairs=self._sizes.pairs, attempts=2 * self._sizes.pairs, patience_s=2.0, turn_s=0.5)
+
+    def _given_model(self) -> dict[str, Any]:
+        """The fields that were given; with random weights of the default model's shape where its file is not here."""
+        fields = {"max_total_tokens": 40_000, **self._fields}
+        config = config_from_mapping(fields)
+        try:
+            locate(config.model_path, load_format=config.load_format, offline=config.offline)
+        except ModelError as missing:
+            if config.model_path not in SHAPES:
+                raise
+            self._details["model"] = f"random weights of {config.model_path}'s shape: {missing.message}"
+            options = {name: value for name, value in fields.items() if name != "model_path"}
+            return {**self._engine(config.model_path, 40_000), **options}
+        return fields
 
     def _engine(self, shape: str, pool: int) -> dict[str, Any]:
         """Fields of an engine of a shape, with random weights."""

@@ -234,6 +234,10 @@ def test_follow() -> None:
     expected = list(range(300))
     expected[3], expected[299] = 80, 70
     assert ids.tolist() == expected
+    targets = torch.tensor([5, -1, 299], dtype=torch.int32, device=DEVICE)
+    sampling.enter(ids, targets, targets + 1000)
+    expected[5], expected[299] = 1005, 1299
+    assert ids.tolist() == expected
 
 
 def test_device_sampler_draws_scores_and_describes_as_the_sampler() -> None:
@@ -266,17 +270,23 @@ def test_device_sampler_draws_scores_and_describes_as_the_sampler() -> None:
     chunks += [
         Chunk(sequence=i + 1, token_ids=[1], start=0, page_table=tables, sample=spec) for i, spec in enumerate(specs)
     ]
+    checks = (spec(return_logprob=True), spec(output=(best, best), presence_penalty=2.0))
+    chunks.append(
+        Chunk(sequence=10, token_ids=[1, 2, 3], start=0, page_table=tables, sample=spec(), num_drafts=2, checks=checks)
+    )
     processors = {"low": lambda row, output, params: -row}
-    given = torch.cat([torch.randn(2, 300, generator=generator), logits])
+    given = torch.cat([torch.randn(2, 300, generator=generator), logits, torch.randn(3, 300, generator=generator)])
     ours = DeviceSampler(290, processors).sample(StepPlan(chunks=tuple(chunks)), given.to(DEVICE)).rows
     expected = Sampler(290, processors).sample(StepPlan(chunks=tuple(chunks)), given).rows
-    for row, other in zip(ours, expected, strict=True):
+    pairs = [*zip(ours, expected, strict=True), *zip(ours[-1].more, expected[-1].more, strict=True)]
+    assert len(pairs) == len(chunks) + 2
+    for row, other in pairs:
         assert (row.sequence, row.token_id, row.failed) == (other.sequence, other.token_id, other.failed)
         assert [token for token, _ in row.top] == [token for token, _ in other.top]
         assert np.allclose([row.logprob, *(v for _, v in row.given)], [other.logprob, *(v for _, v in other.given)])
         for values, others in zip((*row.scores, *row.tops), (*other.scores, *other.tops), strict=True):
             assert np.allclose(values, others)
-    assert [row.failed is not None for row in ours] == [False] * 5 + [True, False, True, True]
+    assert [row.failed is not None for row in ours] == [False] * 5 + [True, False, True, True, False]
 
 
 class Only:
