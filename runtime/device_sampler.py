@@ -18,8 +18,10 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
+from itertools import islice
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -70,16 +72,13 @@ class DeviceSampler(Sampler):
         scoring: list[_Wanted] = []
         first = num_masks = 0
         for chunk in plan.chunks:
-            if chunk.scores:
-                offsets = chunk.logit_offsets
-                scoring += [_Wanted(first + offsets.index(s.offset), s.token_ids, s.top) for s in chunk.scores]
-                first += len(offsets)
-            else:
-                first += chunk.sample is not None
-            if (spec := chunk.sample) is not None:
+            offsets = chunk.logit_offsets
+            scoring += [_Wanted(first + offsets.index(s.offset), s.token_ids, s.top) for s in chunk.scores]
+            for offset, spec in chunk.draws:
                 has_mask = spec.matcher is not None
-                drawing.append(Draw(first - 1, spec, num_masks if has_mask else None))
+                drawing.append(Draw(first + offsets.index(offset), spec, num_masks if has_mask else None))
                 num_masks += has_mask
+            first += len(offsets)
         masks = plan.masks if plan.masks is not None else self._filler.start(plan.chunks)
         step = _Step(plan, drawing, masks, logits.device)
         if self._clock is not None:
@@ -271,21 +270,22 @@ class _Step:
         scored = iter(self.scores.read() if self.scores is not None else ())
         rows = []
         for chunk in self.plan.chunks:
-            code, logprob, given, top, failed = _NOT_DRAWN if chunk.sample is None else next(drawn)
+            results = [each.result() for each in islice(drawn, len(chunk.draws))]
+            row = results[0] if results else RowResult(sequence=0)
+            failed = row.failed
             found = [next(scored) for _ in chunk.scores]
             if any(first != first for first, _, _ in found):
                 found, failed = [(0.0, (), ())] * len(found), failed or NAN
             tops = tuple(tops for _, _, tops in found)
             rows.append(
-                RowResult(
+                msgspec.structs.replace(
+                    row,
                     sequence=chunk.sequence,
-                    token_id=code if failed is None and chunk.sample is not None else None,
-                    logprob=logprob,
-                    top=top,
-                    given=given,
+                    token_id=row.token_id if failed is None else None,
                     scores=tuple(values for _, values, _ in found),
                     tops=tops if any(tops) else (),
                     failed=failed,
+                    more=tuple(results[1:]),
                 )
             )
         return StepResult(rows=tuple(rows))
@@ -336,8 +336,16 @@ class _Drawn(NamedTuple):
     top: tuple[tuple[int, float], ...] = ()
     failed: tuple[str, str] | None = None
 
-
-_NOT_DRAWN = _Drawn(-1)
+    def result(self) -> RowResult:
+        """The same, for whoever takes it."""
+        return RowResult(
+            sequence=0,
+            token_id=self.code if self.failed is None else None,
+            logprob=self.logprob,
+            top=self.top,
+            given=self.given,
+            failed=self.failed,
+        )
 
 
 def _sent(values: Sequence[int] | npt.NDArray[np.generic], device: torch.device) -> torch.Tensor:
