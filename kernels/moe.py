@@ -1,8 +1,9 @@
 """Experts' products: many small matrices, each for the tokens that were routed to it.
 
 Owns the op `experts`. The reference sorts the step's pairs of token and expert by expert and multiplies each group with
-its expert's matrices, without a loop over tokens and without asking the device how large the groups are, so that it may
-be recorded in a CUDA graph. Called by `sgl.runtime.models.experts` through the registry.
+its expert's matrices, without a loop over tokens. Called by `sgl.runtime.models.experts` through the registry. Steps
+that are recorded in CUDA graphs compute with Triton's kernel (`triton/experts.py`): for some dtypes and sizes the
+library asks the device how large the groups are.
 
 Shapes: T tokens of the step, N hidden size, E experts, K experts of a token, I inner size, P = T K pairs.
 """
@@ -10,7 +11,8 @@ Shapes: T tokens of the step, N hidden size, E experts, K experts of a token, I 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch.nn import functional
@@ -20,7 +22,9 @@ from sgl.kernels import deterministic
 if TYPE_CHECKING:
     from sgl.kernels.native.weights import PackedWeight
 
-Activation = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+Activation: TypeAlias = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+Matrices: TypeAlias = "torch.Tensor | Mapping[int, PackedWeight]"
+"""Of all experts, by expert."""
 
 
 def experts(
@@ -49,63 +53,47 @@ def experts(
     return _combined(out_PN, order_P, shares_TK)
 
 
-def experts_alike(
-    x_TN: torch.Tensor,
-    ids_TK: torch.Tensor,
-    shares_TK: torch.Tensor,
-    gate_EIN: torch.Tensor,
-    up_EIN: torch.Tensor,
-    down_ENI: torch.Tensor,
-    activate: Activation,
-) -> torch.Tensor:
-    """As `experts`, a token's result to the bit the same whoever shares its experts: each group is filled up to
-    products of a fixed number of rows (`kernels/deterministic.py`)."""
-
-    def compute(expert: int, rows_RN: torch.Tensor) -> torch.Tensor:
-        missing = deterministic.padded(len(rows_RN)) - len(rows_RN)
-        filled_MN = functional.pad(rows_RN, (0, 0, 0, missing))
-        gate_MI = deterministic.linear(filled_MN, gate_EIN[expert])
-        up_MI = deterministic.linear(filled_MN, up_EIN[expert])
-        return deterministic.linear(activate(gate_MI, up_MI), down_ENI[expert])[: len(rows_RN)]
-
-    return _one_by_one(x_TN, ids_TK, shares_TK, compute)
-
-
-def experts_native(
-    x_TN: torch.Tensor,
-    ids_TK: torch.Tensor,
-    shares_TK: torch.Tensor,
-    gate: Mapping[int, PackedWeight],
-    up: Mapping[int, PackedWeight],
-    down: Mapping[int, PackedWeight],
-    activate: Activation,
-) -> torch.Tensor:
-    """As `experts`, with matrices packed for the native kernels, by expert."""
-    from sgl.kernels.native.ops import linear
-
-    def compute(expert: int, rows_RN: torch.Tensor) -> torch.Tensor:
-        return linear(activate(linear(rows_RN, gate[expert]), linear(rows_RN, up[expert])), down[expert])
-
-    return _one_by_one(x_TN, ids_TK, shares_TK, compute)
-
-
 def _one_by_one(
+    multiply: Callable[[torch.Tensor, Any], torch.Tensor],
+    multiple: int,
     x_TN: torch.Tensor,
     ids_TK: torch.Tensor,
     shares_TK: torch.Tensor,
-    compute: Callable[[int, torch.Tensor], torch.Tensor],
+    gate: Matrices,
+    up: Matrices,
+    down: Matrices,
+    activate: Activation,
 ) -> torch.Tensor:
-    """One expert after another, those that have tokens; `compute` gives `[R, N]` for an expert's rows `[R, N]`."""
+    """As `experts`, one expert after another, those that have tokens.
+
+    Args:
+        multiply: rows with one expert's matrix.
+        multiple: rows are filled up to one of this; even an activation rounds otherwise at the end of a shorter tensor.
+    """
     order_P = ids_TK.reshape(-1).argsort(stable=True)
     rows_PN = x_TN[order_P // ids_TK.shape[1]]
-    sizes = ids_TK.reshape(-1).bincount().tolist()
     out_PN = torch.empty_like(rows_PN)
     begin = 0
-    for expert, size in enumerate(sizes):
+    for expert, size in enumerate(ids_TK.reshape(-1).bincount().tolist()):
         if size:
-            out_PN[begin : begin + size] = compute(expert, rows_PN[begin : begin + size])
+            rows_RN = functional.pad(rows_PN[begin : begin + size], (0, 0, 0, -size % multiple))
+            inner_RI = activate(multiply(rows_RN, gate[expert]), multiply(rows_RN, up[expert]))
+            out_PN[begin : begin + size] = multiply(inner_RI, down[expert])[:size]
         begin += size
     return _combined(out_PN, order_P, shares_TK)
+
+
+def _multiply_packed(rows_RN: torch.Tensor, weight: PackedWeight) -> torch.Tensor:
+    from sgl.kernels.native.ops import linear
+
+    return linear(rows_RN, weight)
+
+
+experts_alike = partial(_one_by_one, deterministic.linear, deterministic.ROWS)
+"""As `experts`, a token's result to the bit the same whoever shares its experts: each group is filled up to products of
+a fixed number of rows (`kernels/deterministic.py`)."""
+experts_native = partial(_one_by_one, _multiply_packed, 1)
+"""As `experts`, with matrices packed for the native kernels, by expert."""
 
 
 def _combined(out_PN: torch.Tensor, order_P: torch.Tensor, shares_TK: torch.Tensor) -> torch.Tensor:

@@ -38,6 +38,7 @@ _REFERENCES = {
     "kv_write": "sgl.kernels.attention",
     "plan_attention": "sgl.kernels.attention",
     "paged_attention": "sgl.kernels.attention",
+    "cascade_attention": "sgl.kernels.attention",
     "apply_bitmask": "sgl.kernels.bitmask",
     "argmax": "sgl.kernels.elementwise",
     "top_k": "sgl.kernels.sampling",
@@ -58,32 +59,18 @@ for _op, _module in _REFERENCES.items():
     registry.register(_op, "torch")(_lazily(_module, _op))
 
 
-@registry.register(
-    "paged_attention",
-    "fixed_blocks",
-    priority=10,
-    supports=lambda facts: None if facts.deterministic else "slower; it runs in deterministic mode only",
-)
-def _(*args: Any, **kwargs: Any) -> Any:
-    return _fixed_blocks(*args, **kwargs)
+def _is_deterministic(facts: registry.OpFacts) -> str | None:
+    return None if facts.deterministic else "slower; it runs in deterministic mode only"
 
 
-_fixed_blocks = _lazily("sgl.kernels.deterministic", "paged_attention")
-registry.register(
-    "experts",
-    "fixed_rows",
-    priority=10,
-    supports=lambda facts: None if facts.deterministic else "slower; it runs in deterministic mode only",
-)(_lazily("sgl.kernels.moe", "experts_alike"))
-registry.register(
-    "experts",
-    "native",
-    priority=20,
-    supports=lambda facts: None if facts.native else "the engine does not run on the native kernels",
-)(_lazily("sgl.kernels.moe", "experts_native"))
+for _op, _name, _module, _function in (
+    ("paged_attention", "fixed_blocks", "sgl.kernels.deterministic", "paged_attention"),
+    ("experts", "fixed_rows", "sgl.kernels.moe", "experts_alike"),
+):
+    registry.register(_op, _name, priority=10, supports=_is_deterministic)(_lazily(_module, _function))
 
 
-_ATTENTION = ("plan_attention", "paged_attention")
+_ATTENTION = ("plan_attention", "paged_attention", "cascade_attention")
 
 
 def _whole_context(facts: registry.OpFacts) -> str | None:
@@ -111,7 +98,13 @@ def _runs_natively(op: str) -> Callable[[registry.OpFacts], str | None]:
     return supports
 
 
-for _op, _module in {"rms_norm": "elementwise", "plan_attention": "attention", "paged_attention": "attention"}.items():
+for _op, _module in {
+    "rms_norm": "elementwise",
+    "plan_attention": "attention",
+    "paged_attention": "attention",
+    "cascade_attention": "attention",
+    "experts": "experts",
+}.items():
     registry.register(_op, "triton", priority=15, supports=_runs_on_triton(_op))(
         _lazily(f"sgl.kernels.triton.{_module}", _op)
     )
@@ -123,3 +116,6 @@ for _op in ("rms_norm", "rotary", "silu_mul", "kv_write", "plan_attention", "pag
         priority=20,
         supports=_runs_natively(_op),
     )(_lazily("sgl.kernels.native.ops", _op))
+registry.register("experts", "native", priority=20, supports=_runs_natively("experts"))(
+    _lazily("sgl.kernels.moe", "experts_native")
+)
