@@ -83,6 +83,7 @@ class Fields(msgspec.Struct, kw_only=True):
     attention_bias: bool | None = None
     attention_output_bias: bool | None = None
     mlp_bias: bool | None = None
+    use_bias: bool | None = None
     hidden_act: str | None = None
     hidden_activation: str | None = None
     sliding_window: Size | UnsetType | None = UNSET

@@ -56,6 +56,7 @@ def config_from_gguf(file: GGUFFile, override: Mapping[str, Any]) -> ModelConfig
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "attention_bias": "blk.0.attn_q.bias" in file.tensors,
         "attention_output_bias": "blk.0.attn_output.bias" in file.tensors,
+        "mlp_bias": "blk.0.ffn_down.bias" in file.tensors,
         "sliding_window": value("attention.sliding_window"),
         "use_sliding_window": value("attention.sliding_window") is not None,
         **_pattern(value("attention.sliding_window_pattern")),

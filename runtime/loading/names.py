@@ -95,7 +95,7 @@ class WeightNames:
     def row_order(self, parameter: str, *, from_gguf: bool) -> npt.NDArray[np.int64] | None:
         """In which order the rows of a tensor become those of `parameter`; `None` where they stay.
 
-        The rotary op pairs feature `i` of a head with `i + D / 2`. GGUF files of some architectures pair neighbours. A
+        The rotary op pairs feature `i` of a head with `i + D / 2`. Checkpoints of some architectures pair neighbours. A
         model that rotates `R < D` features pairs `i` with `i + R / 2`: what is rotated is spread over both halves, the
         rest behind it in each.
         """
@@ -105,7 +105,10 @@ class WeightNames:
         head_dim = self._config.head_dim
         rotated = self._config.rotary_dim or head_dim
         order = np.arange(head_dim)
-        if from_gguf and self._architecture.gguf_pairs and last.endswith("_proj"):
+        pairs = self._architecture.pairs
+        if from_gguf:
+            pairs = self._architecture.gguf_pairs and last.endswith("_proj")
+        if pairs:
             order[:rotated] = np.concatenate([np.arange(0, rotated, 2), np.arange(1, rotated, 2)])
         if rotated < head_dim:
             halves, rest = order[:rotated].reshape(2, -1), order[rotated:].reshape(2, -1)

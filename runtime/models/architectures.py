@@ -133,6 +133,13 @@ def _smollm3(fields: CompleteFields) -> dict[str, Any]:
     }
 
 
+def _ernie(fields: CompleteFields) -> dict[str, Any]:
+    biases = {"attention_bias": bool(fields.attention_bias), "output_bias": bool(fields.attention_output_bias)}
+    if fields.use_bias:
+        biases = {"attention_bias": True, "output_bias": True, "mlp_bias": True}
+    return {**biases, "tie_word_embeddings": fields.tie_word_embeddings is not False}
+
+
 def _gemma(fields: CompleteFields, pattern: int) -> dict[str, Any]:
     """One layer of `pattern` sees everything, the last of each run."""
     if fields.use_bidirectional_attention:
@@ -172,6 +179,9 @@ for _architecture in (
     Architecture(name="Qwen2ForCausalLM", module=_LLAMA, read=_qwen2, gguf="qwen2"),
     Architecture(name="Qwen3ForCausalLM", module=_LLAMA, read=_qwen3, gguf="qwen3"),
     Architecture(name="SmolLM3ForCausalLM", module=_LLAMA, read=_smollm3, gguf="smollm3", gguf_pairs=True),
+    Architecture(
+        name="Ernie4_5ForCausalLM", module=_LLAMA, read=_ernie, gguf="ernie4_5", pairs=True, gguf_pairs=True
+    ),
     Architecture(
         name="Phi3ForCausalLM",
         module=_LLAMA,

@@ -34,9 +34,13 @@ class DecoderLayer(nn.Module):
     def __init__(self, config: ModelConfig, layer: int, *, dtype: torch.dtype, facts: OpFacts) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype, facts=facts)
-        self.self_attn = Attention(config, layer, dtype=dtype, facts=facts)
+        self.self_attn = self.attention(config, layer, dtype=dtype, facts=facts)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype, facts=facts)
         self.mlp = self.feed_forward(config, layer, dtype=dtype, facts=facts)
+
+    def attention(self, config: ModelConfig, layer: int, *, dtype: torch.dtype, facts: OpFacts) -> nn.Module:
+        """The block that looks at other tokens; called as `Attention` is."""
+        return Attention(config, layer, dtype=dtype, facts=facts)
 
     def feed_forward(self, config: ModelConfig, layer: int, *, dtype: torch.dtype, facts: OpFacts) -> nn.Module:
         """The block behind attention, `[T, N]` to `[T, N]`."""

@@ -211,14 +211,21 @@ class Attention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             query_THD = self.q_norm(query_THD.view(-1, self.head_dim)).view(query_THD.shape)
             key_TKD = self.k_norm(key_TKD.view(-1, self.head_dim)).view(key_TKD.shape)
-        if self.rotary_table is not None:
-            cos_sin = angles[self.rotary_table]
-            query_THD, key_TKD = self.rotary(query_THD, *cos_sin), self.rotary(key_TKD, *cos_sin)
+        query_THD, key_TKD = self.positioned(query_THD, key_TKD, angles)
         keys_SKD, values_SKD = cache.layer(self.layer)
         slots = batch.attention.write_slots
         self.kv_write(keys_SKD, values_SKD, key_TKD[: len(slots)], value_TKD[: len(slots)], slots)
         mixed_THD = self.paged_attention(query_THD, keys_SKD, values_SKD, batch.attention, self.scale)
         return self.o_proj(mixed_THD.reshape(num_tokens, -1))
+
+    def positioned(
+        self, query_THD: torch.Tensor, key_TKD: torch.Tensor, angles: Sequence[Angles]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Queries and keys of the step with their places in them. What is cached is the key as it comes out."""
+        if self.rotary_table is None:
+            return query_THD, key_TKD
+        cos_sin = angles[self.rotary_table]
+        return self.rotary(query_THD, *cos_sin), self.rotary(key_TKD, *cos_sin)
 
 
 def _attention(config: ModelConfig, layer: int, facts: OpFacts) -> Function:

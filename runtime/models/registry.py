@@ -172,7 +172,8 @@ class Architecture(msgspec.Struct, frozen=True, kw_only=True):
         kind: a decoder writes keys and values and gives logits; an encoder reads a text as a whole and keeps nothing.
         read: what its configuration says beyond what all have: values of `ModelConfig` in place of the plain ones.
         gguf: `general.architecture` of its GGUF files; empty where it has none.
-        gguf_pairs: GGUF files pair neighbouring rows of a head's query and key, where Hugging Face pairs halves.
+        pairs, gguf_pairs: its checkpoints, its GGUF files pair neighbouring rows of a head's query and key, where the
+            rotary op pairs halves.
         renamed: parts of a checkpoint's names -> what the model calls them.
         fused: last part of a checkpoint's name -> the model's products whose rows it holds, one after another.
         text_config: the field of `config.json` that holds the decoder's, in models that see more than text.
@@ -187,6 +188,7 @@ class Architecture(msgspec.Struct, frozen=True, kw_only=True):
     kind: Literal["decoder", "encoder"] = "decoder"
     read: Callable[[CompleteFields], dict[str, Any]] | None = None
     gguf: str = ""
+    pairs: bool = False
     gguf_pairs: bool = False
     renamed: Mapping[str, str] = {}
     fused: Mapping[str, tuple[str, ...]] = {}

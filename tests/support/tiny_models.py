@@ -13,6 +13,8 @@ import gguf
 import numpy as np
 import torch
 
+from sgl.runtime.models.registry import architectures
+
 VOCAB_SIZE = 96
 CONTEXT_LEN = 96
 _WINDOW = 16
@@ -63,6 +65,14 @@ SHAPES: dict[str, dict[str, Any]] = {
         "architecture": "SmolLM3",
         "num_hidden_layers": 4,
         "num_attention_heads": 8,
+        "tie_word_embeddings": True,
+    },
+    "ernie4.5": {  # 0.3B, with the biases that its makers left off
+        "architecture": "Ernie4_5",
+        "num_attention_heads": 8,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+        "use_bias": True,
         "tie_word_embeddings": True,
     },
     "phi3": {  # mini-128k
@@ -190,7 +200,7 @@ def write_folder(folder: Path, model: Any) -> None:
 def write_gguf(path: Path, model: Any) -> None:
     """As llama.cpp's converter writes it, in float32."""
     config = model.config
-    kind = _gguf_kind(config)
+    kind = _gguf_kind(model)
     writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[kind])
     _write_metadata(writer, config, kind)
     names = gguf.get_tensor_name_map(kind, config.num_hidden_layers)
@@ -208,22 +218,14 @@ def write_gguf(path: Path, model: Any) -> None:
     writer.close()
 
 
-_KINDS = {
-    "llama": gguf.MODEL_ARCH.LLAMA,
-    "mistral": gguf.MODEL_ARCH.LLAMA,
-    "mixtral": gguf.MODEL_ARCH.LLAMA,
-    "qwen2": gguf.MODEL_ARCH.QWEN2,
-    "qwen3": gguf.MODEL_ARCH.QWEN3,
-    "qwen3_moe": gguf.MODEL_ARCH.QWEN3MOE,
-    "smollm3": gguf.MODEL_ARCH.SMOLLM3,
-    "phi3": gguf.MODEL_ARCH.PHI3,
-    "gemma2": gguf.MODEL_ARCH.GEMMA2,
-    "gemma3_text": gguf.MODEL_ARCH.GEMMA3,
-}
+def has_gguf(name: str) -> bool:
+    """Whether there are GGUF files of the architecture, by its entry."""
+    return bool(architectures()[f"{SHAPES[name]['architecture']}ForCausalLM"].gguf)
 
 
-def _gguf_kind(config: Any) -> Any:
-    return _KINDS[config.model_type]
+def _gguf_kind(model: Any) -> Any:
+    kinds = {kind_name: kind for kind, kind_name in gguf.MODEL_ARCH_NAMES.items()}
+    return kinds[architectures()[type(model).__name__].gguf]
 
 
 def _full_rope(config: Any) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from sgl.runtime.loading.shapes import parse_override
-from sgl.runtime.models import registry
+from sgl.runtime.models import decoder, registry
 
 PAGE = Path(__file__).resolve().parents[2] / "tutorials" / "adding_a_model.md"
 NAME = "GraniteForCausalLM"
@@ -41,8 +41,10 @@ def test_what_the_page_promises_is_there() -> None:
     table = text[text.index("| in the model | value |") : text.index("## 1.")]
     named = {name for row in re.findall(r"\| ([^|]+) \|$", table, re.MULTILINE) for name in re.findall(r"`(\w+)`", row)}
     assert {"windows", "experts", "own"} <= named <= set(registry.ModelConfig.__struct_fields__)
-    for field in ("gguf", "gguf_pairs", "fused", "renamed", "norm_offset", "own", "read"):
+    for field in ("gguf", "gguf_pairs", "pairs", "fused", "renamed", "norm_offset", "own", "read", "text_config"):
         assert f"`{field}`" in text
         assert field in registry.Architecture.__struct_fields__
+    for place, method in re.findall(r"`(DecoderLayer|Attention)?\.?(attention|feed_forward|positioned)`", text):
+        assert hasattr(getattr(decoder, place or "Attention"), method)
     for file in re.findall(r"`((?:runtime|tests|kernels)/[\w/]+\.py)`", text):
         assert (PAGE.parents[1] / file).exists() or "NAME" in file

@@ -78,6 +78,22 @@ MODELS: dict[str, tuple[int, dict[str, Any]]] = {
             "no_rope_layer_interval": 4,
         },
     ),
+    "ERNIE-4.5-0.3B": (
+        360_748_032,
+        {
+            "architectures": ["Ernie4_5ForCausalLM"],
+            "vocab_size": 103424,
+            "hidden_size": 1024,
+            "intermediate_size": 3072,
+            "num_hidden_layers": 18,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 2,
+            "head_dim": 128,
+            "max_position_embeddings": 131072,
+            "use_bias": False,
+            "tie_word_embeddings": True,
+        },
+    ),
     "Phi-3-mini-4k": (
         3_821_079_552,
         {
@@ -276,7 +292,7 @@ def test_constants_that_the_gguf_format_has_no_key_for() -> None:
     assert from_gguf("smollm3").unrotated_layers == tuple(range(3, 46, 4))
     moe = from_gguf("llama", expert_count=8, expert_used_count=2)
     assert (moe.architecture, moe.experts and moe.experts.normalized) == ("MixtralForCausalLM", True)
-    with pytest.raises(UnsupportedModel, match=r"'qwen4'.*the nearest is qwen3; supported are gemma2"):
+    with pytest.raises(UnsupportedModel, match=r"'qwen4'.*the nearest is qwen3; supported are ernie4_5, gemma2"):
         from_gguf("qwen4")
 
 
