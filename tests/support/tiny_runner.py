@@ -25,10 +25,11 @@ def open_path(path: Path, model_impl: ModelImpl = "auto", load_format: LoadForma
 
 
 def runner(checkpoint: Checkpoint, **options: Any) -> ModelRunner:
-    given = {"dtype": "float32", "kernels": "torch", **options}
-    resolved = resolve(EngineConfig(device="cpu", max_total_tokens=512, **given), checkpoint.facts())
+    given = {"device": "cpu", "dtype": "float32", "kernels": "torch", **options}
+    resolved = resolve(EngineConfig(max_total_tokens=512, **given), checkpoint.facts())
     model = checkpoint.build_model(
         resolved.dtype,
+        resolved.device,
         deterministic=resolved.deterministic,
         context_len=resolved.context_len,
         kernels=resolved.kernels,
