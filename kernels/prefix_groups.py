@@ -72,6 +72,11 @@ class Cascade:
     items: Ids
     num_parts: int
 
+    @property
+    def arrays(self) -> tuple[Ids, Ids, Ids, Ids]:
+        """`shared`, `parts`, `rows` and `items`."""
+        return self.shared, self.parts, self.rows, self.items
+
     @classmethod
     def of(cls, groups: Sequence[PrefixGroup], num_rows: int, rows_per_tile: int, num_kv_heads: int) -> Cascade:
         """The arrays for groups among `num_rows` rows of one token.

@@ -73,5 +73,5 @@ def table_entries(most: int) -> int:
 
 def graph_bytes(most: int, vocab_size: int) -> int:
     """What all of them hold: logits in float32 and integers, each its own, and the page tables. The rest they share
-    with other steps."""
-    return 4 * (sum(graph_rows(most)) * (vocab_size + INTEGERS_PER_ROW) + table_entries(most))
+    with other steps. A step whose rows read together is recorded beside the one in which each reads for itself."""
+    return 4 * (2 * sum(graph_rows(most)) * (vocab_size + INTEGERS_PER_ROW) + table_entries(most))

@@ -4,7 +4,8 @@ Owns the arrays of a step on the device and the graphs. Called by the model runn
 of a few microseconds; launched one by one the host would be the slower of the two. A graph is captured per padded
 number of rows, at start or at its first use (`decode_graphs.py`); rows that fill a step up read nothing and write to a
 slot behind the pool. Tokens that the step before draws are read from where it puts them, when the step runs. Page
-tables stay on the device, where graphs are recorded at all; a step sends what is new in them (`device_pages.py`).
+tables stay on the device, where graphs are recorded at all; a step sends what is new in them (`device_pages.py`). What
+rows read together (`shared_prefixes.py`) makes another graph of the same number of rows.
 
 Shapes: T tokens of the step, B rows of a decode step, U new entries of page tables, R rows of logits.
 """
@@ -19,11 +20,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from sgl.kernels.triton.attention import HostPlan, PagedPlan, num_splits
+from sgl.kernels.prefix_groups import Cascade
+from sgl.kernels.triton.attention import DeviceCascade, HostPlan, PagedPlan, num_splits
 from sgl.kernels.triton.sampling import enter, follow
 from sgl.runtime.decode_graphs import INTEGERS_PER_ROW, graph_rows, table_entries
 from sgl.runtime.device_pages import DevicePages, Placed
 from sgl.runtime.plan import UNKNOWN, StepPlan
+from sgl.runtime.shared_prefixes import SharedReading
 
 if TYPE_CHECKING:
     from sgl.runtime.device_clock import DeviceClock
@@ -74,6 +77,7 @@ class GpuSteps:
         max_drawn: rows of a step that draw, as many as graphs can follow.
         spare_slot: of the pool, for rows that fill a step up.
         clock: times the forwards.
+        num_heads: query heads of the model; rows read what they have in common together. `None`: each for itself.
     """
 
     def __init__(
@@ -86,18 +90,28 @@ class GpuSteps:
         spare_slot: int,
         device: torch.device,
         clock: DeviceClock,
+        num_heads: int | None = None,
     ) -> None:
         self._model = model
         self._cache = cache
         self._clock = clock
-        self._num_kv_heads = cache.layer(0)[0].shape[1]
+        keys = cache.layer(0)[0]
+        self._num_kv_heads = keys.shape[1]
+        self.sharing: SharedReading | None = None
+        if num_heads is not None:
+            self.sharing = SharedReading(
+                cache.page_size,
+                num_heads=num_heads,
+                num_kv_heads=self._num_kv_heads,
+                bytes_per_key=2 * keys[0].numel() * keys.itemsize,
+            )
         self._rows = graph_rows(max_rows)
         self._spare_slot = spare_slot
         self._device = device
         self._staging = Staging(device)
         # Where the graphs look for tokens that they follow.
         self._drawn = torch.zeros(max_drawn, dtype=torch.int64, device=device)
-        self._graphs: dict[int, _DecodeGraph] = {}
+        self._graphs: dict[tuple[int, bool], _DecodeGraph] = {}
         self._pool: Any = None
         size = table_entries(max_rows)
         self._placing = DevicePages(size)
@@ -136,14 +150,17 @@ class GpuSteps:
         sources = np.full(len(token_ids), -1, dtype=np.int32)
         if drawn is not None:
             sources[token_ids == UNKNOWN] = [chunk.follows for chunk in chunks if chunk.follows is not None]
+        cascade = None
+        if self.sharing is not None:
+            cascade = self.sharing.of([chunk.page_table for chunk in chunks if len(chunk.token_ids) == 1])
         graph = None
         if placed is not None and (drawn is None or len(drawn) <= len(self._drawn)):
-            graph = self._graph(plan, host)
+            graph = self._graph(plan, host, cascade)
         if graph is None or placed is None:
-            return self._eager(plan, token_ids, sources, host, placed, drawn)
+            return self._eager(plan, token_ids, sources, host, placed, cascade, drawn)
         if drawn is not None:
             self._drawn[: len(drawn)] = drawn
-        graph.fill(token_ids, sources, host, placed)
+        graph.fill(token_ids, sources, host, placed, cascade)
         self._clock.begin()
         logits = graph.replay(len(token_ids))
         self._clock.mark()
@@ -156,6 +173,7 @@ class GpuSteps:
         sources: Ids,
         host: HostPlan,
         placed: Placed | None,
+        cascade: Cascade | None,
         drawn: torch.Tensor | None,
     ) -> torch.Tensor:
         logit_rows: list[int] = []
@@ -166,11 +184,12 @@ class GpuSteps:
         targets, values = (placed.targets, placed.values) if placed is not None else (_NOTHING, _NOTHING)
         names = list(vars(host))
         arrays = [token_ids, sources, np.array(logit_rows, dtype=np.int32), targets, values, *vars(host).values()]
-        ids, from_drawn, rows, targets_U, values_U, *attention = self._staging.put(arrays)
+        together = [] if cascade is None else cascade.arrays
+        ids, from_drawn, rows, targets_U, values_U, *attention = self._staging.put([*arrays, *together])
         self._clock.begin()
         if drawn is not None:
             follow(ids, from_drawn, drawn)
-        of_host = dict(zip(names, attention, strict=True))
+        of_host = dict(zip(names, attention, strict=False))
         if placed is not None:
             enter(self._tables, targets_U, values_U)
             of_host["pages"] = self._tables
@@ -184,24 +203,33 @@ class GpuSteps:
             blocks=of_host["blocks"],
             num_splits=num_splits(len(host.single_rows), self._num_kv_heads),
             page_size=self._cache.page_size,
+            cascade=None if cascade is None else DeviceCascade(*attention[len(names) :], num_parts=cascade.num_parts),
         )
         logits = self._model(_batch(ids, rows, paged), self._cache)
         self._clock.mark()
         return logits
 
-    def _graph(self, plan: StepPlan, host: HostPlan) -> _DecodeGraph | None:
-        """The graph for a step in which every sequence decodes one token; `None` for other steps."""
+    def _graph(self, plan: StepPlan, host: HostPlan, cascade: Cascade | None) -> _DecodeGraph | None:
+        """The graph for a step in which every sequence decodes one token; `None` for other steps. One that reads
+        together is recorded when steps have done so for a while: until then each row of a step reads for itself."""
         num_rows = len(host.single_rows)
         if num_rows != len(plan.chunks) or not all(chunk.logit_offsets for chunk in plan.chunks):
             return None
         rows = next((rows for rows in self._rows if rows >= num_rows), None)
-        return None if rows is None else self._captured(rows)
+        if rows is None:
+            return None
+        together = cascade is not None and self.sharing is not None
+        if together and (rows, True) not in self._graphs:
+            together = self.sharing is not None and self.sharing.lasts
+        return self._captured(rows, together=together)
 
     def capture(self, rows: Sequence[int]) -> None:
         """Have the graphs for these numbers of rows before they are needed. The largest comes first: the others find
         their memory in its."""
         for each in sorted(rows, reverse=True):
             self._captured(each)
+        if self.sharing is not None and max(rows, default=1) > 1:
+            self._captured(max(rows), together=True)  # compiles the kernels that others need, too
 
     def forget(self) -> None:
         """Drop all graphs, once the device is done with them."""
@@ -209,15 +237,22 @@ class GpuSteps:
         self._graphs.clear()
         self._pool = None
 
-    def _captured(self, rows: int) -> _DecodeGraph:
-        if rows not in self._graphs:
-            splits = num_splits(rows, self._num_kv_heads)
+    def _captured(self, rows: int, *, together: bool = False) -> _DecodeGraph:
+        if (rows, together) not in self._graphs:
             graph = _DecodeGraph(
-                self._model, self._cache, rows, splits, self._spare_slot, self._staging, self._drawn, self._tables
+                self._model,
+                self._cache,
+                rows,
+                num_splits(rows, self._num_kv_heads),
+                self._spare_slot,
+                self._staging,
+                self._drawn,
+                self._tables,
+                self.sharing if together else None,
             )
             self._pool = graph.capture(self._pool)
-            self._graphs[rows] = graph
-        return self._graphs[rows]
+            self._graphs[rows, together] = graph
+        return self._graphs[rows, together]
 
 
 class _DecodeGraph:
@@ -233,6 +268,7 @@ class _DecodeGraph:
         staging: Staging,
         drawn: torch.Tensor,
         tables: torch.Tensor,
+        sharing: SharedReading | None = None,
     ) -> None:
         self._model = model
         self._cache = cache
@@ -250,6 +286,7 @@ class _DecodeGraph:
         self._ids, self._sources = ids, sources
         self._targets, self._values = targets, values
         every = torch.arange(rows, dtype=torch.int32, device=device)
+        self._together = None if sharing is None else _GraphCascade(sharing, rows, device)
         self._batch = _batch(
             ids,
             every,
@@ -263,6 +300,7 @@ class _DecodeGraph:
                 blocks=torch.empty(0, 4, dtype=torch.int32, device=device),
                 num_splits=splits,
                 page_size=cache.page_size,
+                cascade=None if self._together is None else self._together.on_device,
             ),
         )
         self._graph: Any = None  # until `capture`
@@ -286,8 +324,11 @@ class _DecodeGraph:
         enter(self._tables, self._targets, self._values)
         return self._model(self._batch, self._cache)
 
-    def fill(self, token_ids: Ids, sources: Ids, host: HostPlan, placed: Placed) -> None:
-        """Send a step's integers. New entries of page tables that are more than rows are written beforehand."""
+    def fill(self, token_ids: Ids, sources: Ids, host: HostPlan, placed: Placed, cascade: Cascade | None) -> None:
+        """Send a step's integers. New entries of page tables that are more than rows are written beforehand; what is
+        read together is sent when it has changed."""
+        if self._together is not None and cascade is not None:
+            self._together.fill(cascade)
         rows = self._num_rows
         fits = len(placed.targets) <= rows
         arrays = [
@@ -314,6 +355,30 @@ class _DecodeGraph:
         """Logits of the first rows, the others being there to fill up; overwritten by the next step."""
         self._graph.replay()
         return self._logits[:num_rows]
+
+
+class _GraphCascade:
+    """What a graph's rows read together: room for as much as it can be, always in the same memory."""
+
+    def __init__(self, sharing: SharedReading, rows: int, device: torch.device) -> None:
+        items = sharing.most_items(rows)
+        self._sizes = (rows, 3 * rows, rows, 6 * items)
+        self._integers = torch.zeros(sum(self._sizes), dtype=torch.int32, device=device)
+        # Of its own: what is sent seldom must not wait for what every step sends.
+        self._staging = Staging(device)
+        self._sent: Cascade | None = None
+        shared, parts, members, work = torch.split(self._integers, self._sizes)
+        self.on_device = DeviceCascade(
+            shared, parts.view(-1, 3), members, work.view(-1, 6), num_parts=items * sharing.rows_per_tile
+        )
+
+    def fill(self, cascade: Cascade) -> None:
+        """Send it, unless it is there; rows and items beyond it read nothing."""
+        if cascade is not self._sent:
+            flat = [array.reshape(-1) for array in cascade.arrays]
+            padded = [np.pad(array, (0, size - len(array))) for array, size in zip(flat, self._sizes, strict=True)]
+            self._staging.put(padded, self._integers)
+            self._sent = cascade
 
 
 def _batch(ids: torch.Tensor, rows: torch.Tensor, plan: PagedPlan) -> ForwardBatch:

@@ -180,6 +180,7 @@ class ModelRunner:
                 spare_slot=resolved.num_pages * resolved.page_size,
                 device=self.device,
                 clock=device_clock or DeviceClock(),
+                num_heads=model_config.num_attention_heads,
             )
 
     @torch.inference_mode()

@@ -105,9 +105,8 @@ class DeviceCascade:
     @classmethod
     def of(cls, cascade: Cascade, device: torch.device | str) -> DeviceCascade:
         """The arrays, copied one by one."""
-        names = ("shared", "parts", "rows", "items")
-        arrays = {name: torch.from_numpy(getattr(cascade, name)).to(device) for name in names}
-        return cls(**arrays, num_parts=cascade.num_parts)
+        arrays = (torch.from_numpy(array).to(device) for array in cascade.arrays)
+        return cls(*arrays, num_parts=cascade.num_parts)
 
 
 class HostPlan:
