@@ -206,6 +206,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         Count | None, Meta(description="Rows up to which decoding steps are recorded as CUDA graphs; 512 at most.")
     ] = None
     disable_decode_cuda_graph: Annotated[bool, Meta(description="Launch each kernel of a decoding step.")] = False
+    disable_cascade_attention: Annotated[
+        bool, Meta(description="Let each row of a step on a GPU read for itself what it has in common with others.")
+    ] = False
     disable_overlap_schedule: Annotated[
         bool | None,
         Meta(description="Look at each step's result before the next is begun; by default only on a CPU."),
@@ -424,6 +427,7 @@ class ResolvedConfig(msgspec.Struct, frozen=True, kw_only=True):
     disable_overlap_schedule: bool = True
     speculation: Speculation | None = None
     cuda_graph_max_bs_decode: int = 0
+    disable_cascade_attention: bool = False
     num_mask_threads: int = 0
     limits: Limits = DEFAULT_LIMITS
     facts: Facts | None = None
@@ -508,6 +512,7 @@ def resolve(config: EngineConfig, facts: Facts) -> ResolvedConfig:
         speculation=decided.speculation,
         prepacked=decided.prepacked,
         cuda_graph_max_bs_decode=sizes.cuda_graph_max_bs_decode,
+        disable_cascade_attention=config.disable_cascade_attention,
         num_mask_threads=decided.num_mask_threads,
         schedule_conservativeness=config.schedule_conservativeness,
         grammar_backend=config.grammar_backend,

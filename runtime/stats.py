@@ -31,6 +31,8 @@ class Stats(msgspec.Struct, kw_only=True):
         tokenized_bytes: UTF-8 bytes of program text encoded by the engine.
         forwards: model steps; `programs`, `requests`: opened programs, generations and selects in them.
         retractions: running sequences put back because the pool was full; `preemptions`: for one of higher priority.
+        shared_prefix_tokens: keys that rows of decoding steps on a GPU did not read, in each layer, because another row
+            of theirs read them for all (`shared_prefixes.py`).
         device_busy_s, device_idle_s: seconds that a GPU computed steps, and that it waited for the host between and
             within them while there was something to do; 0 where nobody measures (`device_clock.py`).
         num_running, num_waiting: sequences in the batch, and before it.
@@ -60,6 +62,7 @@ class Stats(msgspec.Struct, kw_only=True):
     requests: int = 0
     retractions: int = 0
     preemptions: int = 0
+    shared_prefix_tokens: int = 0
     device_busy_s: float = 0.0
     device_idle_s: float = 0.0
     num_running: int = 0
