@@ -92,6 +92,32 @@ class Override(msgspec.Struct, frozen=True, tag="override"):
     why: str
 
 
+class StartProfile(msgspec.Struct, frozen=True, tag="start_profile"):
+    """Profile steps with torch's profiler; answered by `ProfileReply` at once.
+
+    Attributes:
+        output_dir: folder of the trace; one of the system's for temporary files by default.
+        num_steps: after so many the profile ends by itself; else at `StopProfile`.
+        start_step: the first one, counted from now.
+        activities: of `CPU`, `GPU` and `CUDA_PROFILER` (switches a profiler from outside on, and names steps for it).
+        with_stack, record_shapes: lines of Python, and shapes of tensors, for each operation.
+    """
+
+    request: int
+    output_dir: str | None = None
+    num_steps: int | None = None
+    start_step: int | None = None
+    activities: tuple[str, ...] = ("CPU", "GPU")
+    with_stack: bool = False
+    record_shapes: bool = False
+
+
+class StopProfile(msgspec.Struct, frozen=True, tag="stop_profile"):
+    """End the profile; answered by `ProfileReply` once its file is written."""
+
+    request: int
+
+
 class EncoderInput(msgspec.Struct, frozen=True, omit_defaults=True):
     """What an encoder reads at once: a text, a `pair` of texts, or token ids with their special ones."""
 
@@ -140,6 +166,8 @@ ToWorker: TypeAlias = (
     | Override
     | Encode
     | CancelEncode
+    | StartProfile
+    | StopProfile
     | Shutdown
 )
 
@@ -232,6 +260,14 @@ class PinReply(msgspec.Struct, frozen=True, tag="pin_reply"):
     error: ErrorInfo | None = None
 
 
+class ProfileReply(msgspec.Struct, frozen=True, tag="profile_reply"):
+    """Answer to `StartProfile` and `StopProfile`: the file that is written, or why none is."""
+
+    request: int
+    path: str = ""
+    error: ErrorInfo | None = None
+
+
 class EncodeReply(msgspec.Struct, frozen=True, tag="encode_reply"):
     """Answer to `Encode`: per input its numbers, as float32 in memory's order, and its tokens; or what is wrong."""
 
@@ -253,6 +289,7 @@ ToClient: TypeAlias = (
     | Log
     | FlushReply
     | PinReply
+    | ProfileReply
     | EncodeReply
 )
 
