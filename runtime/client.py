@@ -49,6 +49,7 @@ from sgl.runtime.messages import (
     OverrideReply,
     Ping,
     PinReply,
+    ProfileReply,
     Pong,
     Progress,
     Ready,
@@ -349,6 +350,8 @@ class WorkerClient:
                 self._answer(message.request, message.pages, message.error)
             case PinReply():
                 self._answer(message.request, message.num_tokens, message.error)
+            case ProfileReply():
+                self._answer(message.request, message.path, message.error)
             case EncodeReply():
                 self._answer(message.request, message, message.error)
             case OverrideReply():

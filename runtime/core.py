@@ -39,6 +39,7 @@ from sgl.runtime.faults import FaultPoints
 from sgl.runtime.masks import MaskFiller
 from sgl.runtime.plan import Pending, StepPlan, StepResult
 from sgl.runtime.processors import BUILT_IN, LogitProcessor
+from sgl.runtime.profiler import StepProfiler, draw_name, step_name
 from sgl.runtime.program_run import ProgramRun
 from sgl.runtime.scheduler import Scheduler
 from sgl.runtime.sequence import Request
@@ -139,10 +140,16 @@ class EngineCore:
         self.faults = faults
         self.tracer = tracer
         self._device_clock = device_clock
-        self._forward = runner.forward if tracer is None else tracer.timed(runner.forward)
-        self._sample = sampler.sample if tracer is None else tracer.timed(sampler.sample)
+        self.profiler = StepProfiler(config.device)
+        forward, sample, begin = (
+            self.profiler.named(runner.forward, step_name, begins=True),
+            self.profiler.named(sampler.sample, draw_name, begins=False),
+            self.profiler.named(sampler.start, draw_name, begins=False),
+        )
+        self._forward = forward if tracer is None else tracer.timed(forward)
+        self._sample = sample if tracer is None else tracer.timed(sample)
         self._overlaps = not config.disable_overlap_schedule
-        self._start = sampler.start if tracer is None else tracer.timed(sampler.start)
+        self._start = begin if tracer is None else tracer.timed(begin)
         self._flight: _Flight | None = None
         self._emit = emit
         self._executor = executor
@@ -212,6 +219,7 @@ class EngineCore:
         done = self._step_ahead() if self._overlaps else self._step_now()
         if done:
             self.cache.tick()
+        self.profiler.step_is_over()
         if self._device_clock is not None and not self.has_work:
             self._device_clock.rest()
         return done

@@ -41,10 +41,13 @@ from sgl.runtime.messages import (
     Ping,
     PinReply,
     Pong,
+    ProfileReply,
     ReadState,
     Refused,
+    StartProfile,
     StateReply,
     StatsReply,
+    StopProfile,
     Submit,
     ToClient,
     ToWorker,
@@ -132,6 +135,9 @@ class EncoderCore:
             case Pin():
                 error = self._generates_nothing().to_info()
                 self._replies.append(PinReply(request=message.request, num_tokens=0, error=error))
+            case StartProfile() | StopProfile():
+                error = Unsupported("an encoder's steps are not profiled").to_info()
+                self._replies.append(ProfileReply(request=message.request, error=error))
             case Override():
                 error = Unsupported("an encoder's options cannot be changed while it runs").to_info()
                 self._replies.append(OverrideReply(request=message.request, error=error))

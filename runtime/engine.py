@@ -27,7 +27,17 @@ from sgl.runtime.client import EventSink, Health, WorkerClient
 from sgl.runtime.config import EngineConfig, RuntimeOverride, config_from_mapping
 from sgl.runtime.encoding import generates_nothing
 from sgl.runtime.loading.sources import check_model
-from sgl.runtime.messages import Cancel, EncoderTask, FlushCache, GetStats, Override, ReadState, Submit
+from sgl.runtime.messages import (
+    Cancel,
+    EncoderTask,
+    FlushCache,
+    GetStats,
+    Override,
+    ReadState,
+    StartProfile,
+    StopProfile,
+    Submit,
+)
 from sgl.runtime.pinned import PinnedPrefix, pin
 from sgl.runtime.rendering import ModelRenderer, model_renderer
 from sgl.runtime.sessions import DEFAULT_TTL_S, Session, SessionTable, turn_of
@@ -198,6 +208,48 @@ class Engine:
         """
         records: tuple[RuntimeOverride, ...] = self._client.ask(lambda request: Override(request, fields, why)).result()
         return records
+
+    def start_profile(
+        self,
+        output_dir: str | None = None,
+        *,
+        num_steps: int | None = None,
+        start_step: int | None = None,
+        activities: Sequence[str] = ("CPU", "GPU"),
+        with_stack: bool = False,
+        record_shapes: bool = False,
+    ) -> str:
+        """Profile steps with torch's profiler; each carries its phase, rows and tokens as a name.
+
+        Args:
+            output_dir: folder of the trace; one of the system's for temporary files by default.
+            num_steps: the profile ends by itself after so many; else at `stop_profile`.
+            start_step: the first step that is profiled, counted from now.
+            activities: of `CPU`, `GPU`, and `CUDA_PROFILER`, which switches a profiler from outside on.
+            with_stack, record_shapes: lines of Python, and shapes of tensors, for each operation.
+
+        Returns:
+            The file that will be written, a Chrome trace (gzip).
+
+        Raises:
+            InvalidParameter: a profile is under way, a wrong value, or a folder that cannot be written.
+            Unsupported: the model is an encoder.
+        """
+        path: str = self._client.ask(
+            lambda request: StartProfile(
+                request, output_dir, num_steps, start_step, tuple(activities), with_stack, record_shapes
+            )
+        ).result()
+        return path
+
+    def stop_profile(self) -> str:
+        """End the profile; its file, which is written then.
+
+        Raises:
+            InvalidParameter: there is none, or it has no step.
+        """
+        path: str = self._client.ask(lambda request: StopProfile(request)).result()
+        return path
 
     def shutdown(self) -> None:
         """End the worker. Open programs fail with `EngineDead`. Idempotent."""

@@ -63,13 +63,16 @@ from sgl.runtime.messages import (
     Ping,
     PinReply,
     Pong,
+    ProfileReply,
     Progress,
     ReadState,
     Ready,
     Refused,
     Shutdown,
+    StartProfile,
     StateReply,
     StatsReply,
+    StopProfile,
     Submit,
     ToClient,
     ToWorker,
@@ -282,6 +285,8 @@ class Worker:
                 core.cache.pin(message.request, message.prefix, message.ttl_s, message.cache_salt, done)
             case Unpin():
                 core.cache.unpin(message.pin)
+            case StartProfile() | StopProfile():
+                self._send(self._profile(message))
             case Shutdown():
                 core.cancel_all()
                 self._flush_events()
@@ -304,6 +309,15 @@ class Worker:
     ) -> None:
         """Answer a question about the cache."""
         self._send(kind(request, number, error.to_info() if error is not None else None))
+
+    def _profile(self, message: StartProfile | StopProfile) -> ProfileReply:
+        """Begin or end a profile, or say why not. Called between two steps."""
+        profiler = self._core.profiler
+        try:
+            path = profiler.start(message) if isinstance(message, StartProfile) else profiler.stop()
+        except SglError as error:
+            return ProfileReply(request=message.request, error=error.to_info())
+        return ProfileReply(request=message.request, path=path)
 
     def _override(self, message: Override) -> OverrideReply:
         """Change the running engine, or say why not. Called between two steps."""
@@ -452,6 +466,7 @@ def build_core(
         processors=processors,
         tracer=tracer,
         device_clock=device_clock,
+        shared_prefix_tokens=lambda: runner.shared_prefix_tokens,
         faults=faults,
     )
     info = {

@@ -89,6 +89,17 @@ class AbortRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     abort_all: bool = False
 
 
+class StartProfileRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """`POST /start_profile`: see `sgl.Engine.start_profile`."""
+
+    output_dir: str | None = None
+    num_steps: int | None = None
+    start_step: int | None = None
+    activities: list[str] | None = None
+    with_stack: bool | None = None
+    record_shapes: bool | None = None
+
+
 @routes.post("/generate", "user", GenerateRequest)
 async def generate(call: Call, body: GenerateRequest) -> Any:
     """Continue prompts (see `sgl.Engine.generate`)."""
@@ -287,6 +298,29 @@ async def flush_cache(call: Call) -> Any:
         raise InvalidParameter("timeout is no number", param="timeout") from None
     await asyncio.to_thread(lambda: call.server.engine.flush_cache(wait_s=wait_s))
     return {"status": "ok"}
+
+
+@routes.post("/start_profile", "admin", StartProfileRequest)
+async def start_profile(call: Call, body: StartProfileRequest) -> Any:
+    """Profile steps; the answer names the trace that will be written on the server's machine."""
+    engine = call.server.engine
+    path = await asyncio.to_thread(
+        lambda: engine.start_profile(
+            body.output_dir,
+            num_steps=body.num_steps,
+            start_step=body.start_step,
+            activities=("CPU", "GPU") if body.activities is None else body.activities,
+            with_stack=bool(body.with_stack),
+            record_shapes=bool(body.record_shapes),
+        )
+    )
+    return {"status": "ok", "path": path}
+
+
+@routes.post("/stop_profile", "admin")
+async def stop_profile(call: Call) -> Any:
+    """End a profile that has no number of steps."""
+    return {"status": "ok", "path": await asyncio.to_thread(call.server.engine.stop_profile)}
 
 
 @routes.post("/abort_request", "user", AbortRequest)
