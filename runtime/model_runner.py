@@ -180,8 +180,14 @@ class ModelRunner:
                 spare_slot=resolved.num_pages * resolved.page_size,
                 device=self.device,
                 clock=device_clock or DeviceClock(),
-                num_heads=model_config.num_attention_heads,
+                num_heads=None if resolved.disable_cascade_attention else model_config.num_attention_heads,
             )
+
+    @property
+    def shared_prefix_tokens(self) -> int:
+        """See `Stats.shared_prefix_tokens`."""
+        sharing = None if self._gpu_steps is None else self._gpu_steps.sharing
+        return 0 if sharing is None else sharing.saved_tokens
 
     @torch.inference_mode()
     def capture(self, rows: Sequence[int]) -> None:
