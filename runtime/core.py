@@ -94,6 +94,7 @@ class EngineCore:
         faults: what to make fail, in tests.
         tracer: writes the step timeline.
         device_clock: times the steps of `runner` and `sampler` on their device.
+        shared_prefix_tokens: what `Stats.shared_prefix_tokens` is by now.
         drafter: guesses tokens; by default the one that `config` asks for.
     """
 
@@ -112,6 +113,7 @@ class EngineCore:
         faults: FaultPoints | None = None,
         tracer: Tracer | None = None,
         device_clock: DeviceClock | None = None,
+        shared_prefix_tokens: Callable[[], int] | None = None,
         drafter: Drafter | None = None,
     ) -> None:
         self.epoch = uuid.uuid4().hex
@@ -140,6 +142,7 @@ class EngineCore:
         self.faults = faults
         self.tracer = tracer
         self._device_clock = device_clock
+        self._shared_prefix_tokens = shared_prefix_tokens
         self.profiler = StepProfiler(config.device)
         forward, sample, begin = (
             self.profiler.named(runner.forward, step_name, begins=True),
@@ -296,6 +299,8 @@ class EngineCore:
             time = self._device_clock.take()
             self.stats.device_busy_s += time.busy_s
             self.stats.device_idle_s += time.idle_s
+        if self._shared_prefix_tokens is not None:
+            self.stats.shared_prefix_tokens = self._shared_prefix_tokens()
         if self.tracer is not None and times is not None:
             self.scheduler.gauge(counted=False)
             self.tracer.step(plan, times, touched, self.stats)
