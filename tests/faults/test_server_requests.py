@@ -6,13 +6,12 @@ is that the way to it is bounded, and that answers are in shape.
 from __future__ import annotations
 
 import json
-import socket
-import time
 from collections.abc import Iterator
 from typing import Any
 
 import httpx2
 import pytest
+from support.http_line import status_of, talk
 from support.serving import Served, serving
 
 from sgl.runtime.engine import Engine
@@ -42,28 +41,6 @@ def guarded(dummy_engine: Engine) -> Iterator[Served]:
 def http(served: Served) -> Iterator[httpx2.Client]:
     with httpx2.Client(base_url=served.url, trust_env=False) as client:
         yield client
-
-
-def talk(port: int, *pieces: bytes, pause_s: float = 0.0) -> bytes:
-    """What a raw connection answers; a server that stops listening is answered for by what it said before."""
-    with socket.create_connection(("127.0.0.1", port), timeout=10) as line:
-        try:
-            for piece in pieces:
-                line.sendall(piece)
-                time.sleep(pause_s)
-        except OSError:
-            pass
-        answer = b""
-        try:
-            while chunk := line.recv(65536):
-                answer += chunk
-        except OSError:
-            pass
-        return answer
-
-
-def status_of(answer: bytes) -> int:
-    return int(answer.split(b" ", 2)[1])
 
 
 def works(http: httpx2.Client) -> None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
+import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -106,3 +108,26 @@ class Line:
                 self._writer.transport.abort()
             self._writer.close()
         self._reader = self._writer = None
+
+
+def talk(port: int, *pieces: bytes, pause_s: float = 0.0) -> bytes:
+    """What a raw connection answers; a server that stops listening is answered for by what it said before."""
+    with socket.create_connection(("127.0.0.1", port), timeout=10) as line:
+        try:
+            for piece in pieces:
+                line.sendall(piece)
+                time.sleep(pause_s)
+        except OSError:
+            pass
+        answer = b""
+        try:
+            while chunk := line.recv(65536):
+                answer += chunk
+        except OSError:
+            pass
+        return answer
+
+
+def status_of(answer: bytes) -> int:
+    """The status in the first line of an answer."""
+    return int(answer.split(b" ", 2)[1])

@@ -21,7 +21,7 @@ import httpx2
 from support.memory import descendants, held
 
 START_S = 120.0
-_READY = re.compile(r"ready: .* on http://127\.0\.0\.1:(\d+)")
+_READY = re.compile(r"ready: .* on http://[\w.]+:(\d+)")
 
 
 class ServerProcess:
