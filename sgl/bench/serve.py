@@ -11,7 +11,7 @@ Traffic is bounded by the number of requests. A request that fails is counted, n
 from __future__ import annotations
 
 import asyncio
-import json
+import math
 import os
 import random
 import re
@@ -22,11 +22,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 
 import httpx2
 import msgspec
 
+from sgl.bench.client import Answer, Client
 from sgl.bench.harness import PairPlan, measure_pairs
 from sgl.bench.load import ProcSampler, Sampler, least_busy
 from sgl.bench.pairs import Pair, Result, summarise
@@ -48,7 +50,9 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     Args:
         requests: how many in all.
         clients: at a time, for a closed loop.
-        rate: requests per second, at random (Poisson), for an open loop in place of `clients`.
+        rate: requests per second on average, for an open loop in place of `clients`.
+        burstiness: of their arrival: the gaps are drawn from a gamma distribution of this shape. 1 is Poisson's, less
+            comes in bursts, more is even.
         prompt_tokens, new_tokens: of each request; `shared_tokens` of the prompt are those of its group.
         groups: of requests that share the beginning of their prompts.
         stream: read answers as they come, which gives the times of tokens.
@@ -57,6 +61,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     requests: int = 64
     clients: int = 8
     rate: float | None = None
+    burstiness: float = 1.0
     prompt_tokens: int = 128
     new_tokens: int = 32
     shared_tokens: int = 0
@@ -79,17 +84,8 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
         now, times = 0.0, []
         for _ in range(self.requests):
             times.append(now)
-            now += gaps.expovariate(self.rate)
+            now += gaps.gammavariate(self.burstiness, 1 / (self.rate * self.burstiness))
         return times
-
-
-class Answer(msgspec.Struct, frozen=True):
-    """One request: when its pieces came (seconds from sending), how many tokens it had, or what was wrong."""
-
-    pieces_s: tuple[float, ...]
-    end_s: float
-    tokens: int
-    error: str = ""
 
 
 class Percentiles(msgspec.Struct, frozen=True):
@@ -98,6 +94,7 @@ class Percentiles(msgspec.Struct, frozen=True):
     mean: float
     p50: float
     p90: float
+    p95: float
     p99: float
 
     @staticmethod
@@ -110,19 +107,27 @@ class Percentiles(msgspec.Struct, frozen=True):
         """
         if not values:
             return None
-        ranked = sorted(values)
+        at = [percentile(values, share) for share in (0.9, 0.95, 0.99)]
+        return Percentiles(statistics.fmean(values), statistics.median(values), *at)
 
-        def at(share: float) -> float:
-            return ranked[min(int(share * len(ranked)), len(ranked) - 1)]
 
-        return Percentiles(statistics.fmean(ranked), statistics.median(ranked), at(0.9), at(0.99))
+def percentile(values: Sequence[float], share: float) -> float:
+    """The smallest value that a share of them do not exceed.
+
+    Example:
+        >>> percentile([3.0, 1.0, 2.0], 0.99), percentile(range(1, 101), 0.99)
+        (3.0, 99)
+    """
+    return sorted(values)[max(math.ceil(share * len(values)) - 1, 0)]
 
 
 class ServeReport(msgspec.Struct, frozen=True, kw_only=True):
     """What `sgl bench serve` prints.
 
     Attributes:
-        good: requests that kept both objectives (`ttft_s`, `token_s`) or all that succeeded without objectives.
+        good: requests that kept the objectives; without any, all that succeeded.
+        token_s: of each request the mean time between two tokens (TPOT); `piece_s` are the single times between two
+            pieces of any request (ITL), of which a stall is one.
         errors: how often each was met.
     """
 
@@ -139,7 +144,22 @@ class ServeReport(msgspec.Struct, frozen=True, kw_only=True):
     good_requests_per_s: float
     ttft_s: Percentiles | None
     token_s: Percentiles | None
+    piece_s: Percentiles | None
     whole_s: Percentiles | None
+
+
+class Objectives(msgspec.Struct, frozen=True, kw_only=True):
+    """What a good request keeps, in seconds; `None` is not asked for."""
+
+    ttft_s: float | None = None
+    token_s: float | None = None
+    whole_s: float | None = None
+
+    def keeps(self, answer: Answer) -> bool:
+        """Whether an answer that succeeded is good."""
+        first = answer.pieces_s[0] if answer.pieces_s else answer.end_s
+        bounds = ((self.ttft_s, first), (self.token_s, _per_token(answer)), (self.whole_s, answer.end_s))
+        return all(bound is None or seconds is None or seconds <= bound for bound, seconds in bounds)
 
 
 class OfflineReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -163,14 +183,13 @@ def measure(
     vocab_size: int,
     model: str | None = None,
     api_key: str | None = None,
-    ttft_s: float | None = None,
-    token_s: float | None = None,
+    objectives: Objectives = Objectives(),
     progress: Callable[[int], None] = lambda done: None,
 ) -> ServeReport:
     """Put a load on a server and report what its clients saw.
 
     Args:
-        ttft_s, token_s: objectives for the time to the first token and between two.
+        objectives: what makes a request good.
         progress: is told how many requests are answered.
 
     Raises:
@@ -178,8 +197,8 @@ def measure(
     """
     name = model or served_model(url, api_key)
     start = time.perf_counter()
-    answers = asyncio.run(_generate(url, load, load.prompts(vocab_size), name, api_key, progress))
-    return report_of(url, name, load, answers, time.perf_counter() - start, ttft_s=ttft_s, token_s=token_s)
+    answers = asyncio.run(run_load(url, load, load.prompts(vocab_size), name, api_key, progress))
+    return report_of(url, name, load, answers, time.perf_counter() - start, objectives)
 
 
 def served_model(url: str, api_key: str | None = None) -> str:
@@ -198,14 +217,15 @@ def served_model(url: str, api_key: str | None = None) -> str:
         ) from None
 
 
-async def _generate(
+async def run_load(
     url: str,
     load: Load,
     prompts: Sequence[list[int]],
     model: str,
-    api_key: str | None,
-    progress: Callable[[int], None],
+    api_key: str | None = None,
+    progress: Callable[[int], None] = lambda done: None,
 ) -> list[Answer]:
+    """Every request of a load, each once; its answers, in the order of `prompts`."""
     slots = asyncio.Semaphore(load.clients if load.rate is None else load.requests)
     done = 0
 
@@ -213,21 +233,18 @@ async def _generate(
         nonlocal done
         await asyncio.sleep(max(at_s - (time.perf_counter() - start), 0))
         async with slots:
-            answer = await _request(client, load, prompt, model)
+            answer = await client.complete("/v1/completions", _body(load, prompt, model))
         done += 1
         progress(done)
         return answer
 
-    limits = httpx2.Limits(max_connections=None, max_keepalive_connections=load.requests)
-    async with httpx2.AsyncClient(
-        base_url=url, headers=_headers(api_key), limits=limits, timeout=None, trust_env=False
-    ) as client:
+    async with Client(url, _headers(api_key)) as client:
         start = time.perf_counter()
         return list(await asyncio.gather(*map(one, prompts, load.arrivals())))
 
 
-async def _request(client: httpx2.AsyncClient, load: Load, prompt: list[int], model: str) -> Answer:
-    body = {
+def _body(load: Load, prompt: list[int], model: str) -> dict[str, Any]:
+    return {
         "model": model,
         "prompt": prompt,
         "max_tokens": load.new_tokens,
@@ -236,29 +253,6 @@ async def _request(client: httpx2.AsyncClient, load: Load, prompt: list[int], mo
         "stream": load.stream,
         **({"stream_options": {"include_usage": True}} if load.stream else {}),
     }
-    pieces: list[float] = []
-    tokens = 0
-    start = time.perf_counter()
-    try:
-        async with client.stream("POST", "/v1/completions", json=body) as response:
-            if response.status_code != 200:
-                return Answer((), time.perf_counter() - start, 0, f"status {response.status_code}")
-            if not load.stream:
-                answer = json.loads(await response.aread())
-                return Answer((), time.perf_counter() - start, answer["usage"]["completion_tokens"])
-            async for line in response.aiter_lines():
-                if not line.startswith("data: ") or line == "data: [DONE]":
-                    continue
-                chunk = json.loads(line.removeprefix("data: "))
-                if "error" in chunk:
-                    return Answer(tuple(pieces), time.perf_counter() - start, 0, str(chunk["error"]["code"]))
-                if chunk.get("usage"):
-                    tokens = chunk["usage"]["completion_tokens"]
-                if chunk["choices"]:
-                    pieces.append(time.perf_counter() - start)
-    except httpx2.HTTPError as error:
-        return Answer(tuple(pieces), time.perf_counter() - start, 0, type(error).__name__)
-    return Answer(tuple(pieces), time.perf_counter() - start, tokens)
 
 
 def report_of(
@@ -267,16 +261,14 @@ def report_of(
     load: Load,
     answers: Sequence[Answer],
     seconds: float,
-    *,
-    ttft_s: float | None = None,
-    token_s: float | None = None,
+    objectives: Objectives = Objectives(),
 ) -> ServeReport:
     """What follows from the answers.
 
     Example:
         >>> load = Load(requests=2, new_tokens=3)
         >>> answers = [Answer((0.1, 0.2, 0.3), 0.3, 3), Answer((), 0.1, 0, "status 429")]
-        >>> report = report_of("", "m", load, answers, 1.0, ttft_s=0.2)
+        >>> report = report_of("", "m", load, answers, 1.0, Objectives(ttft_s=0.2))
         >>> report.succeeded, report.good, report.errors, round(report.token_s.p50, 3)
         (1, 1, {'status 429': 1}, 0.1)
     """
@@ -285,7 +277,7 @@ def report_of(
     for answer in answers:
         if answer.error:
             errors[answer.error] = errors.get(answer.error, 0) + 1
-    good = sum(_keeps(answer, ttft_s, token_s) for answer in right)
+    good = sum(map(objectives.keeps, right))
     return ServeReport(
         url=url,
         model=model,
@@ -300,6 +292,7 @@ def report_of(
         good_requests_per_s=good / seconds,
         ttft_s=Percentiles.of([answer.pieces_s[0] for answer in right if answer.pieces_s]),
         token_s=Percentiles.of([per for answer in right if (per := _per_token(answer)) is not None]),
+        piece_s=Percentiles.of([gap for answer in right for gap in _gaps(answer)]),
         whole_s=Percentiles.of([answer.end_s for answer in right]),
     )
 
@@ -311,10 +304,8 @@ def _per_token(answer: Answer) -> float | None:
     return (answer.pieces_s[-1] - answer.pieces_s[0]) / (answer.tokens - 1)
 
 
-def _keeps(answer: Answer, ttft_s: float | None, token_s: float | None) -> bool:
-    first = answer.pieces_s[0] if answer.pieces_s else answer.end_s
-    between = _per_token(answer)
-    return (ttft_s is None or first <= ttft_s) and (token_s is None or between is None or between <= token_s)
+def _gaps(answer: Answer) -> Iterator[float]:
+    return (later - sooner for sooner, later in pairwise(answer.pieces_s))
 
 
 def _headers(api_key: str | None) -> dict[str, str]:
@@ -393,7 +384,7 @@ def compare_offline(
         def over_http(number: int) -> dict[str, float]:
             httpx2.post(f"{url}/flush_cache?timeout=10", timeout=30, trust_env=False)
             start = time.perf_counter()
-            answers = asyncio.run(_generate(url, load, prompts, model, None, lambda done: None))
+            answers = asyncio.run(run_load(url, load, prompts, model))
             seconds = time.perf_counter() - start
             if wrong := [answer.error for answer in answers if answer.error]:
                 raise BenchError(f"{len(wrong)} of {len(answers)} requests failed: {wrong[0]}")

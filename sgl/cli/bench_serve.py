@@ -13,8 +13,10 @@ import typer
 from sgl.cli.bench import Model, Save, bench, fetched, output
 from sgl.cli.console import Json, guarded, say, show_table
 from sgl.cli.options import engine_options
+from sgl.errors import ConfigError
 
 if TYPE_CHECKING:
+    from sgl.bench.attacks import Attacked, AttackReport
     from sgl.bench.serve import OfflineReport, Percentiles, ServeReport
 
 
@@ -34,6 +36,9 @@ def serve(
     request_rate: Annotated[
         float | None, typer.Option(min=0.001, help="Requests per second (open loop), in place of clients.")
     ] = None,
+    burstiness: Annotated[
+        float, typer.Option(min=0.01, help="Of arrivals at a rate: 1 is Poisson's, less comes in bursts, more evenly.")
+    ] = 1.0,
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Of each prompt.")] = 128,
     new_tokens: Annotated[int, typer.Option(min=1, help="Of each answer.")] = 32,
     shared_tokens: Annotated[int, typer.Option(min=0, help="Of a prompt, those that its group shares.")] = 0,
@@ -41,12 +46,22 @@ def serve(
     stream: Annotated[bool, typer.Option(help="Read answers as they come.")] = True,
     ttft: Annotated[float | None, typer.Option(help="Objective: seconds to the first token.")] = None,
     tpot: Annotated[float | None, typer.Option(help="Objective: seconds between two tokens.")] = None,
+    e2e: Annotated[float | None, typer.Option(help="Objective: seconds to the end.")] = None,
     vocab_size: Annotated[
         int | None, typer.Option(min=8, help="Ids that prompts are made of. [default: the model's]", show_default=False)
     ] = None,
     in_process: Annotated[
         bool, typer.Option("--in-process", help="Compare with the same requests in process, in paired runs.")
     ] = False,
+    attack: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Compare the time to the first token with and without this attacker, in paired rounds; may repeat; "
+            "`all` for each of them. [default: none]",
+            show_default=False,
+        ),
+    ] = None,
+    attack_rate: Annotated[float, typer.Option(min=0.01, help="Strikes per second of an attacker.")] = 2.0,
     pairs: Annotated[int, typer.Option(min=1, help="Clean pairs that a figure needs.")] = 5,
     attempts: Annotated[
         int | None, typer.Option(min=1, help="Pairs tried at most. [default: 4 * pairs]", show_default=False)
@@ -58,12 +73,13 @@ def serve(
     engine: dict[str, Any],
 ) -> None:
     """Throughput, time to the first token, between tokens and to the end, and goodput of a server."""
-    from sgl.bench.serve import Load, compare_offline, default_vocab, measure, own_server
+    from sgl.bench.serve import Load, Objectives, compare_offline, default_vocab, measure, own_server
 
     load = Load(
         requests=requests,
         clients=clients,
         rate=request_rate,
+        burstiness=burstiness,
         prompt_tokens=prompt_tokens,
         new_tokens=new_tokens,
         shared_tokens=min(shared_tokens, prompt_tokens),
@@ -72,10 +88,21 @@ def serve(
         seed=seed,
     )
     fields = fetched(engine, model)
-    if in_process:
+    if in_process or attack:
         from sgl.bench.harness import PairPlan
 
         plan = PairPlan(pairs=pairs, attempts=attempts, seed=seed, patience_s=patience)
+    if attack:
+        from sgl.bench.attacks import ATTACKS, compare_attacks
+
+        if url is not None or not stream:
+            raise ConfigError("--attack starts a server of its own and streams", hint="leave --url and --no-stream out")
+        names = list(ATTACKS) if "all" in attack else attack
+        attacked = compare_attacks(fields, names, load, plan, rate=attack_rate, progress=say)
+        if output(attacked, as_json, save):
+            show_attacks(attacked)
+        return
+    if in_process:
         compared = compare_offline(fields, load, plan, progress=say)
         if output(compared, as_json, save):
             show_offline(compared)
@@ -88,7 +115,14 @@ def serve(
             say(f"{done} of {requests} answered")
 
     with nullcontext(url.rstrip("/")) if url is not None else own_server(fields) as asked:
-        report = measure(asked, load, vocab_size=vocab, api_key=api_key, ttft_s=ttft, token_s=tpot, progress=progress)
+        report = measure(
+            asked,
+            load,
+            vocab_size=vocab,
+            api_key=api_key,
+            objectives=Objectives(ttft_s=ttft, token_s=tpot, whole_s=e2e),
+            progress=progress,
+        )
     if output(report, as_json, save):
         show(report)
 
@@ -99,10 +133,11 @@ def show(report: ServeReport) -> None:
     how = f"{load.clients} clients" if load.rate is None else f"{load.rate:g} requests/s"
     print(f"{report.model}: {load.requests} requests of {load.prompt_tokens} + {load.new_tokens}, {how}")
     show_table(
-        ("SECONDS", "MEAN", "P50", "P90", "P99"),
+        ("SECONDS", "MEAN", "P50", "P90", "P95", "P99"),
         [
             _row("to the first token", report.ttft_s),
-            _row("between two tokens", report.token_s),
+            _row("between two tokens, by request", report.token_s),
+            _row("between two pieces", report.piece_s),
             _row("to the end", report.whole_s),
         ],
     )
@@ -117,8 +152,32 @@ def show(report: ServeReport) -> None:
 
 def _row(name: str, times: Percentiles | None) -> tuple[str, ...]:
     if times is None:
-        return (name, "-", "-", "-", "-")
-    return (name, *(f"{value:.4f}" for value in (times.mean, times.p50, times.p90, times.p99)))
+        return (name, "-", "-", "-", "-", "-")
+    return (name, *(f"{value:.4f}" for value in (times.mean, times.p50, times.p90, times.p95, times.p99)))
+
+
+def show_attacks(report: AttackReport) -> None:
+    """The ratios as a table."""
+    load = report.load
+    print(
+        f"{report.model}: {load.requests} clean requests of {load.prompt_tokens} + {load.new_tokens}, "
+        f"{load.clients} clients; attackers strike {report.rate:g} times a second"
+    )
+    print(f"{report.provenance.cpu}, cores {' '.join(map(str, report.provenance.cores))}")
+    show_table(
+        ("ROW", "ATTACK", "P99 TTFT S", "WITH IT", "RATIO", "INTERVAL", "CLEAN"),
+        [_attack_row(each) for each in report.attacks],
+    )
+
+
+def _attack_row(attacked: Attacked) -> tuple[str, ...]:
+    result, head = attacked.result, (str(attacked.row), attacked.name)
+    clean = f"{result.clean} of {result.attempted}"
+    if result.ratio is None:
+        return (*head, "-", "-", "not measured", "-", clean)
+    ratio = result.ratio
+    interval = f"{ratio.interval.low:.2f} to {ratio.interval.high:.2f}"
+    return (*head, f"{ratio.a_s:.4f}", f"{ratio.b_s:.4f}", f"{ratio.median:.2f}", interval, clean)
 
 
 def show_offline(report: OfflineReport) -> None:

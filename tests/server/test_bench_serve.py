@@ -1,10 +1,19 @@
-"""The load of `sgl bench serve`: what is asked, counted and noted; no times."""
+"""The load of `sgl bench serve` and its attackers: what is asked, counted and noted; no times."""
 
 from __future__ import annotations
 
+import asyncio
+import statistics
+from contextlib import suppress
+from itertools import pairwise
+
+import pytest
 from support.serving import serving
 
-from sgl.bench.serve import Load, default_vocab, measure, served_model
+from sgl.bench import attacks
+from sgl.bench.client import Answer
+from sgl.bench.serve import Load, Objectives, default_vocab, measure, report_of, served_model
+from sgl.errors import InvalidParameter
 from sgl.runtime.engine import Engine
 
 
@@ -25,7 +34,7 @@ def test_every_request_is_made_once_and_its_tokens_are_counted(dummy_engine: Eng
 def test_an_open_loop_and_failures(dummy_engine: Engine) -> None:
     with serving(dummy_engine, max_body_bytes=1024) as served:
         fits = Load(requests=4, rate=1000.0, prompt_tokens=8, new_tokens=2)
-        assert measure(served.url, fits, vocab_size=256, ttft_s=0.0).good == 0
+        assert measure(served.url, fits, vocab_size=256, objectives=Objectives(ttft_s=0.0)).good == 0
         large = measure(served.url, Load(requests=3, prompt_tokens=900, new_tokens=2), vocab_size=256)
         assert (large.succeeded, large.errors, large.whole_s) == (0, {"status 413": 3}, None)
 
@@ -39,3 +48,56 @@ def test_groups_share_the_beginning_of_their_prompts() -> None:
     assert arrivals == sorted(arrivals)
     assert arrivals[0] == 0.0
     assert default_vocab({"model_path": "dummy"}) == 512
+
+
+def test_arrivals_have_the_rate_that_was_asked_and_the_burstiness() -> None:
+    def gaps(burstiness: float) -> list[float]:
+        times = Load(requests=4000, rate=10.0, burstiness=burstiness).arrivals()
+        return [later - sooner for sooner, later in pairwise(times)]
+
+    for burstiness in (0.25, 1.0, 100.0):
+        found = gaps(burstiness)
+        assert statistics.fmean(found) == pytest.approx(0.1, rel=0.1)
+        # The variation of a gamma distribution is one over the root of its shape.
+        assert statistics.stdev(found) / statistics.fmean(found) == pytest.approx(burstiness**-0.5, rel=0.1)
+
+
+def test_what_is_told_of_the_answers() -> None:
+    answers = [
+        Answer((0.1, 0.2, 0.6), 0.7, 3),
+        Answer((0.5, 0.6, 0.7), 0.7, 3),
+        Answer((0.1,), 0.1, 0, "EOFError"),
+    ]
+    report = report_of("", "m", Load(requests=3, new_tokens=3), answers, 2.0, Objectives(ttft_s=0.3, token_s=0.2))
+    assert report.good_requests_per_s == 0.0  # the first is slow between tokens, the second to its first
+    assert (report.succeeded, report.errors, report.output_tokens_per_s) == (2, {"EOFError": 1}, 3.0)
+    assert report.piece_s is not None
+    assert report.token_s is not None
+    assert (round(report.piece_s.p99, 6), round(report.piece_s.p50, 6)) == (0.4, 0.1)
+    assert round(report.token_s.p99, 6) == 0.25
+    assert report_of("", "m", Load(), answers, 1.0, Objectives(whole_s=0.8)).good == 2
+
+
+@pytest.mark.parametrize("name", attacks.ATTACKS)
+def test_an_attack_strikes_and_the_server_goes_on(
+    dummy_engine: Engine, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attacks, "BYTE_S", 0.05)
+    monkeypatch.setattr(attacks, "HOLD_S", 0.1)
+    with serving(dummy_engine, header_timeout=0.2) as served:
+        target = attacks.Target("127.0.0.1", served.port)
+
+        async def strike() -> None:
+            with suppress(OSError, EOFError):
+                await asyncio.wait_for(attacks.attack_of(name).strike(target), 60)
+
+        asyncio.run(strike())
+        clean = Load(requests=2, clients=2, prompt_tokens=8, new_tokens=2)
+        assert measure(served.url, clean, vocab_size=256).errors == {}
+
+
+def test_attacks_have_the_rows_of_the_table_and_no_other_names() -> None:
+    rows = [attack.row for attack in attacks.ATTACKS.values()]
+    assert rows == [1, 2, 3, 4, 5, 6, 7, 8, 27, 28, 29, 30]
+    with pytest.raises(InvalidParameter, match="no attack 'ddos'"):
+        attacks.attack_of("ddos")
