@@ -168,10 +168,12 @@ def examine_model(fields: Mapping[str, Any]) -> ModelReport:
     path = None if source.path is None else str(source.path)
     try:
         if (found := encoder_checkpoint(source)) is not None:
+            found.tokenizer()  # which may be missing, or one that is not read
             runs = resolve_encoder(wish, found.config, found.num_parameters(), find_machine())
             return ModelReport(model=wish.model_path, local=True, path=path, encoder=found.config, runs=runs)
         checkpoint = open_checkpoint(source, wish.json_model_override_args, wish.model_impl)
         resolved = resolve(wish, checkpoint.facts())
+        checkpoint.check(deterministic=resolved.deterministic, context_len=resolved.context_len)
     except SglError as error:
         return ModelReport(model=wish.model_path, local=True, path=path, error=error.to_info())
     return ModelReport(model=wish.model_path, local=True, path=path, config=checkpoint.config, resolved=resolved)

@@ -51,11 +51,33 @@ class TransformersCheckpoint(Checkpoint):
         super().__init__(source, _model_config(self._class.__name__, self._theirs), folder=folder)
 
     def facts(self) -> Facts:
-        """See `Checkpoint.facts`; no kernels but torch's take part."""
-        sizes = [parameter.numel() for parameter in self._empty().parameters()]
+        """See `Checkpoint.facts`; no kernels but torch's take part.
+
+        Raises:
+            UnsupportedModel: what shows of the model without weights and cannot be computed over pages.
+        """
+        from sgl.runtime.models.transformers_probe import check_shape
+
+        model = self._empty().eval().bfloat16()  # products of experts have a shape without numbers in this dtype only
+        sizes = [parameter.numel() for parameter in model.parameters()]
+        check_shape(model, self.config)
         facts = gather_facts(self.config, sizes, weights_kind=self.source.kind)
         obstacle = f"{self.config.architecture} is computed by transformers' layers"
         return msgspec.structs.replace(facts, native="", native_obstacle=obstacle, layers_obstacle=obstacle)
+
+    def check(self, *, deterministic: bool, context_len: int | None) -> None:
+        """See `Checkpoint.check`.
+
+        Raises:
+            UnsupportedModel: deterministic mode, or rotary tables that would change while the engine lives.
+        """
+        if deterministic:
+            raise UnsupportedModel(
+                f"{self.config.architecture} is computed by transformers' layers, whose bits depend on what else is in "
+                "a step",
+                hint="leave out enable_deterministic_inference",
+            )
+        _check_rotary(self._theirs, context_len or self.config.max_position_embeddings)
 
     def build_model(
         self,
@@ -70,21 +92,14 @@ class TransformersCheckpoint(Checkpoint):
         """See `Checkpoint.build_model`.
 
         Raises:
-            UnsupportedModel: deterministic mode, rotary tables that would change while the engine lives, or what the
-                examination of the model found.
+            UnsupportedModel: as `check`, or what the examination of the model found.
             CorruptModel: tensors are missing, unexpected, of another shape, or unreadable.
         """
         import torch
 
         from sgl.runtime.models.transformers_model import PAGED, TransformersForCausalLM, register
 
-        if deterministic:
-            raise UnsupportedModel(
-                f"{self.config.architecture} is computed by transformers' layers, whose bits depend on what else is in "
-                "a step",
-                hint="leave out enable_deterministic_inference",
-            )
-        _check_rotary(self._theirs, context_len or self.config.max_position_embeddings)
+        self.check(deterministic=deterministic, context_len=context_len)
         register()
         torch_dtype: torch.dtype = getattr(torch, dtype)
         if self.source.kind == "dummy":

@@ -4,16 +4,16 @@ Owns the attention function that transformers calls (`attn_implementation="sgl_p
 sequence with the position of each token; the function writes keys and values to the pool and attends by the step's
 plan, so cache, forks and chunks are what they are elsewhere. Called by `loading/transformers_checkpoint.py`.
 
-Nothing about a model is taken on trust. What its layers ask for is looked at first (`transformers_probe.py`); then the
-logits of two sequences, cut in chunks and computed together, have to be those of transformers' eager attention for each
-alone. A model with another path from token to token (a state, a convolution) is refused, never computed wrongly.
+Nothing about a model is taken on trust. What its layers ask for is looked at first, and that no token reaches another
+on another path than attention (a state, a convolution): `transformers_probe.py`. Then the logits of two sequences, cut
+in chunks and computed together, have to be those of transformers' eager attention for each alone. A model that fails is
+refused, never computed wrongly.
 
 Shapes: T tokens of the step, R rows of logits, V vocabulary, H query heads, K key/value heads, D head size.
 """
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -28,7 +28,7 @@ from sgl.kernels import registry
 from sgl.kernels.attention import AttentionPlan, plan_attention
 from sgl.runtime.models.layers import op_facts
 from sgl.runtime.models.registry import ModelConfig
-from sgl.runtime.models.transformers_probe import HINT, Layer, layers_of, set_attention
+from sgl.runtime.models.transformers_probe import HINT, Layer, check_tokens_apart, layers_of, set_attention
 
 if TYPE_CHECKING:
     from sgl.runtime.model_runner import ForwardBatch, KVCache
@@ -39,7 +39,8 @@ _PROBE_TOKENS = (7, 5)
 """Lengths of the two sequences that a model is examined with."""
 _TOLERANCE = {torch.float32: 1e-3}
 _TOLERANCE_16_BIT = 0.25
-"""Of the norm of logits: rounding is far below in either, and a missing term is far above."""
+"""Of the norm of logits, between two ways to attend: rounding is far below in either, a missing term far above. What is
+small and wrong has been found before, in either dtype."""
 
 
 class _Step(NamedTuple):
@@ -70,12 +71,8 @@ class TransformersForCausalLM(nn.Module):
         register()
         self.model = model
         self.vocab_size = config.vocab_size
-        if "logits_to_keep" not in inspect.signature(model.forward).parameters:
-            raise UnsupportedModel(
-                f"{type(model).__name__} of transformers computes the logits of all tokens, not of chosen ones",
-                hint=HINT,
-            )
         self._layers = layers_of(model, config)
+        check_tokens_apart(model, config)
         facts = msgspec.structs.replace(
             op_facts(config, model.dtype, model.device, deterministic=False),
             window=max(layer.window for layer in self._layers.values()),
@@ -119,7 +116,7 @@ class TransformersForCausalLM(nn.Module):
         if not error <= allowed:
             raise UnsupportedModel(
                 f"{config.architecture} over pages gives other logits than transformers alone (by {error:.2g} of their "
-                f"norm; at most {allowed:g} is rounding): its tokens meet in other ways than attention",
+                f"norm; at most {allowed:g} is rounding)",
                 hint=HINT,
             )
 

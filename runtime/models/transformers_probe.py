@@ -1,15 +1,21 @@
-"""What the layers of a model of transformers ask of attention, seen in one call on a few tokens.
+"""What the layers of a model of transformers ask of attention, and whether its tokens meet anywhere else, seen in calls
+on a few tokens.
 
-Owns the attention and the mask function that stand in for the model's own during that call, and what is refused: a
+Owns the attention and the mask function that stand in for the model's own during these calls, and what is refused: a
 layer has to attend once through transformers' interface, with the heads that the configuration says, under a causal
-mask or a window, subject to nothing that the paged op does not know. Called by `transformers_model.py`.
+mask or a window, subject to nothing that the paged op does not know; and while attention gives every token its own
+query back, no token may reach another. Called by `transformers_model.py`, and for what shows without weights by
+`loading/transformers_checkpoint.py`.
 
-Shapes: H query heads, K key/value heads, D head size, Q queries, L keys.
+Shapes: T tokens, N hidden size, V vocabulary, H query heads, K key/value heads, D head size, Q queries, L keys.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
@@ -18,6 +24,8 @@ from torch import nn
 
 from sgl.errors import UnsupportedModel
 from sgl.runtime.models.registry import ModelConfig
+
+log = logging.getLogger("sgl.worker")
 
 PROBE = "sgl_probe"
 """The name under which transformers finds the attention that looks."""
@@ -37,30 +45,140 @@ class Layer(NamedTuple):
     heads: tuple[int, int, int]
 
 
-_found: ContextVar[dict[int, Layer]] = ContextVar("sgl_layers")
+class _Look(NamedTuple):
+    """A call under way: the layers that it has come by, and the one token that others must not show a trace of."""
+
+    layers: dict[int, Layer]
+    poisoned: int | None
+
+
+_look: ContextVar[_Look] = ContextVar("sgl_look")
+
+_NUM_TOKENS = 9
+_POISONED = 4
+"""Position of the token that is not a number; some stand before it, and some behind it."""
+_ROUNDING = {torch.float32: 1e-3}
+_ROUNDING_16_BIT = 0.1
+"""Of the norm of a token's logits: how far they move where other tokens share its experts, whose products then have
+another number of rows. Everywhere else they do not move at all."""
+
+
+def check_shape(model: Any, config: ModelConfig) -> None:
+    """What `layers_of` would refuse, of a model without weights (on the meta device), as far as it can be followed
+    there: not through experts that are chosen by numbers.
+
+    Raises:
+        UnsupportedModel: as `layers_of`.
+    """
+    try:
+        layers_of(model, config)
+    except (NotImplementedError, RuntimeError) as error:
+        log.debug("%s cannot be followed without weights: %s", config.architecture, error)
 
 
 @torch.inference_mode()
 def layers_of(model: Any, config: ModelConfig) -> dict[int, Layer]:
-    """What each layer asks for, by its number.
+    """What each layer asks for, by its number. The model may be without weights, on the meta device.
 
     Raises:
         UnsupportedModel: something that pages cannot give, or layers that do not attend.
     """
+    if "logits_to_keep" not in inspect.signature(model.forward).parameters:
+        raise UnsupportedModel(
+            f"{config.architecture} of transformers computes the logits of all tokens, not of chosen ones", hint=HINT
+        )
+    ids_T = torch.arange(1, 4, device=model.device) % config.vocab_size
+    layers, _ = _call(model, ids_T)
+    _check_layers(layers, config)
+    return layers
+
+
+@torch.inference_mode()
+def check_tokens_apart(model: Any, config: ModelConfig) -> None:
+    """No token may reach another but by attention, however little of it.
+
+    Attention gives every token its own query back, one token's embedding is not a number, and the others are all made
+    like the last: what is not a number spreads through any sum, in 16 bits as in 32, so it must not be found in what
+    another token asks of attention, nor in its logits; and the last token's own embedding and logits stay what they
+    were.
+
+    Raises:
+        UnsupportedModel: the tokens meet somewhere else.
+    """
+    ids_T = torch.arange(1, 1 + _NUM_TOKENS, device=model.device) * 7919 % config.vocab_size
+    with _embedding(model, poisoned=None) as plain:
+        _, expected_TV = _call(model, ids_T)
+    with _embedding(model, poisoned=_POISONED) as changed:
+        _, logits_TV = _call(model, ids_T[-1:].repeat(_NUM_TOKENS), poisoned=_POISONED)
+    if not plain or any(not torch.equal(before[-1], after[-1]) for before, after in zip(plain, changed, strict=True)):
+        raise _meet(config.architecture, "the embedding of a token depends on others")
+    if _is_reached(logits_TV, _POISONED):
+        raise _meet(config.architecture, "the logits of a token depend on others")
+    moved = float((logits_TV[-1] - expected_TV[-1]).norm() / expected_TV[-1].norm())
+    if not moved <= _ROUNDING.get(model.dtype, _ROUNDING_16_BIT):
+        raise _meet(config.architecture, f"other tokens move the logits of one by {moved:.2g} of their norm")
+
+
+def _call(model: Any, ids_T: torch.Tensor, poisoned: int | None = None) -> tuple[dict[int, Layer], torch.Tensor]:
+    """One sequence through the model, which attends by `_probe`: the layers that it came by, and logits `[T, V]`."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(PROBE, _probe)
     AttentionMaskInterface.register(PROBE, _probe_mask)
     set_attention(model, PROBE)
     layers: dict[int, Layer] = {}
-    ids = torch.arange(1, 4, device=model.device)[None] % config.vocab_size
-    token = _found.set(layers)
+    token = _look.set(_Look(layers, poisoned))
     try:
-        model(input_ids=ids, position_ids=torch.arange(3, device=model.device)[None], use_cache=False)
+        # Without a mask a model looks at its positions for the seams of several sequences, and on the meta device there
+        # is nothing to look at; with one it may look whether it hides anything.
+        mask = torch.ones(1, len(ids_T)) if ids_T.is_meta else None
+        positions = torch.arange(len(ids_T), device=ids_T.device)[None]
+        result = model(
+            input_ids=ids_T[None], position_ids=positions, attention_mask=mask, use_cache=False, return_dict=True
+        )
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        if ids_T.is_meta:
+            raise
+        raise UnsupportedModel(
+            f"{type(model).__name__} of transformers cannot compute its configuration: {error}", hint=HINT
+        ) from error
     finally:
-        _found.reset(token)
-    _check_layers(layers, config)
-    return layers
+        _look.reset(token)
+    return layers, result.logits[0].float()
+
+
+@contextmanager
+def _embedding(model: Any, poisoned: int | None) -> Iterator[list[torch.Tensor]]:
+    """What the model's embedding gives in calls within, `[T, N]` each; one token's is no number, if that is asked."""
+    given: list[torch.Tensor] = []
+
+    def see(module: nn.Module, inputs: Any, output_TN: torch.Tensor) -> torch.Tensor:
+        given.append(output_TN.flatten(0, -2).clone())
+        if poisoned is not None:
+            output_TN = output_TN.clone()
+            output_TN[..., poisoned, :] = torch.nan
+        return output_TN
+
+    hook = model.get_input_embeddings().register_forward_hook(see)
+    try:
+        yield given
+    finally:
+        hook.remove()
+
+
+def _is_reached(rows: torch.Tensor, poisoned: int) -> bool:
+    """Whether what is no number shows in the row of another token; tokens come first."""
+    reached_T = rows.isnan().flatten(1).any(dim=1)
+    reached_T[poisoned] = False
+    return bool(reached_T.any())
+
+
+def _meet(architecture: str, how: str) -> UnsupportedModel:
+    return UnsupportedModel(
+        f"{architecture} of transformers lets its tokens meet in other ways than attention: {how}", hint=HINT
+    )
 
 
 def set_attention(model: Any, name: str) -> None:
@@ -79,12 +197,13 @@ def _probe(
     scaling: float | None = None,
     **given: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Note what a layer asks for, in place of computing it.
+    """Note what a layer asks for, and give every token its own query, in place of computing it.
 
     Raises:
         UnsupportedModel: something that `_attend` cannot give.
     """
-    layers, index = _found.get(), getattr(module, "layer_idx", None)
+    look, index = _look.get(), getattr(module, "layer_idx", None)
+    layers = look.layers
     if not isinstance(index, int) or index in layers:
         raise _cannot(module, "attends twice in a layer, or in one without a number")
     if given.pop("is_causal", None) is False or not getattr(module, "is_causal", True):
@@ -98,7 +217,11 @@ def _probe(
         raise _cannot(module, f"is subject to {', '.join(unknown)}")
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     layers[index] = Layer(scale, window, softcap, (query.shape[1], key.shape[1], key.shape[3]))
-    return torch.zeros_like(query).transpose(1, 2).contiguous(), None
+    if look.poisoned is not None:
+        for what, rows in (("query", query), ("key", key), ("value", value)):
+            if _is_reached(rows[0].transpose(0, 1), look.poisoned):
+                raise _meet(type(module).__name__, f"the {what} of a token depends on others")
+    return query.transpose(1, 2).contiguous(), None
 
 
 def _is_set(asked: Any) -> bool:
@@ -126,14 +249,13 @@ def _probe_mask(
     mask_function: Callable[..., torch.Tensor],
     local_size: int | None = None,
     use_vmap: bool = False,
-    device: torch.device | str = "cpu",
     **given: Any,
 ) -> torch.Tensor:
     """In place of a mask `[1, 1, q, kv]`: its window in every element, all of them one number in memory."""
     window = local_size or 0
     if use_vmap or not _is_window(mask_function, window):
         window = _UNKNOWN
-    return torch.full((1, 1, 1, 1), window, device=device).expand(1, 1, q_length, kv_length)
+    return torch.full((1, 1, 1, 1), window).expand(1, 1, q_length, kv_length)  # of a meta device it could not be read
 
 
 def _is_window(mask_function: Callable[..., torch.Tensor], window: int) -> bool:
@@ -162,6 +284,10 @@ def _check_layers(layers: dict[int, Layer], config: ModelConfig) -> None:
             hint=HINT,
         )
     heads = (config.num_attention_heads, config.num_key_value_heads, config.head_dim)
+    if heads[0] % heads[1]:
+        raise UnsupportedModel(
+            f"no possible model: {heads[0]} query heads of {config.architecture} share {heads[1]} key heads", hint=HINT
+        )
     for index, layer in layers.items():
         if layer.heads != heads:
             raise UnsupportedModel(

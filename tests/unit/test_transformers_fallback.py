@@ -3,9 +3,11 @@ the cache, batched and token by token; a whole engine on one of them; and what i
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ import torch
 import transformers
 from support.tiny_runner import differences, greedy, in_chunks, open_path, runner
 
+from sgl.doctor import examine_model
 from sgl.errors import ConfigError, CorruptModel, UnsupportedModel
 from sgl.lang.graph import Event, Sampling, ValueEvent
 from sgl.runtime.config import EngineConfig, resolve
@@ -152,13 +155,16 @@ class Engine:
         return [[event for event in events if isinstance(event, ValueEvent)] for events in values]
 
 
-def test_an_engine_shares_forks_constrains_and_scores(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    model = make("GPTNeoXForCausalLM")
+@pytest.mark.parametrize("architecture", SHAPES)
+def test_an_engine_shares_forks_constrains_and_scores(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, architecture: str
+) -> None:
+    model = make(architecture)
     write(tmp_path, model)
     with caplog.at_level(logging.WARNING, "sgl.worker"):
         engine = Engine(tmp_path, max_total_tokens=220, chunked_prefill_size=16)
-    assert "transformers' layers compute GPTNeoXForCausalLM" in caplog.text
-    assert (engine.info["model_impl"], engine.info["architecture"]) == ("transformers", "GPTNeoXForCausalLM")
+    assert f"transformers' layers compute {architecture}" in caplog.text
+    assert (engine.info["model_impl"], engine.info["architecture"]) == ("transformers", architecture)
     shared = list(range(40, 70))
     prompts = [[*shared, tail, 7] for tail in (71, 72, 73, 74)] + [[99, 98, 97]]
     greedy_of = {"temperature": 0, "max_new_tokens": 10, "ignore_eos": True}
@@ -194,12 +200,30 @@ def test_the_reasons_say_who_computes(tmp_path: Path) -> None:
         resolve(EngineConfig(device="cpu", quantization="int8"), facts)
 
 
-def test_bfloat16_and_dummy_weights(tmp_path: Path) -> None:
+@pytest.mark.parametrize("architecture", SHAPES)
+def test_sixteen_bits(tmp_path: Path, architecture: str) -> None:
+    """As far from transformers' float32 as transformers' own bfloat16 is, alike; and what a step holds besides changes
+    the rounding only."""
+    model = make(architecture)
+    checkpoint = open_path(write(tmp_path, model))
+    prompts = [list(range(5, 30)), [8, 9, 10]]
+    with torch.inference_mode():
+        full, half = (
+            torch.cat([of(torch.tensor([prompt])).logits[0].float() for prompt in prompts])
+            for of in (model, copy.deepcopy(model).bfloat16())
+        )
+    ours = runner(checkpoint, dtype="bfloat16")
+    together = torch.cat(in_chunks(ours, prompts, size=9))
+    alone = torch.cat([in_chunks(ours, [prompt], size=100)[0] for prompt in prompts])
+    theirs = float((half - full).norm())
+    assert 0 < theirs < 0.1 * float(full.norm())
+    assert float((together - full).norm()) < 1.5 * theirs
+    assert float((alone - full).norm()) < 1.5 * theirs
+
+
+def test_dummy_weights(tmp_path: Path) -> None:
     write(tmp_path, make("OPTForCausalLM"))
     prompts = [list(range(5, 30)), [8, 9]]
-    full = torch.cat(in_chunks(runner(open_path(tmp_path)), prompts))
-    half = torch.cat(in_chunks(runner(open_path(tmp_path), dtype="bfloat16"), prompts))
-    assert 0 < float((half - full).norm() / full.norm()) < 0.1
     dummy, again = (in_chunks(runner(open_path(tmp_path, load_format="dummy")), prompts)[0] for _ in range(2))
     assert torch.equal(dummy, again)
     assert float(dummy.std()) > 0
@@ -220,22 +244,96 @@ _REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("architecture", _REFUSED)
 def test_what_pages_cannot_give_is_refused(tmp_path: Path, architecture: str) -> None:
+    """By the engine, and by `sgl doctor`, which has no weights, in the same words."""
     changes, reason = _REFUSED[architecture]
     write(tmp_path, make(architecture, **changes))
     with pytest.raises(UnsupportedModel, match=reason) as caught:
         open_path(tmp_path).build_model()
     assert caught.value.hint
+    for file in tmp_path.glob("*.safetensors"):
+        file.unlink()
+    report = examine_model({"model_path": str(tmp_path), "device": "cpu", "load_format": "dummy"})
+    assert report.resolved is None
+    assert report.error == caught.value.to_info()
 
 
-def test_a_model_that_mixes_tokens_elsewhere_is_found_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing declares it: every layer attends as it should, and a feed-forward looks at its neighbour."""
-    from transformers.models.gpt_neox.modeling_gpt_neox import GPTNeoXMLP
+def test_what_options_refuse_shows_before_the_model_is_loaded(tmp_path: Path) -> None:
+    scaling = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    write(tmp_path, make("Olmo2ForCausalLM", rope_parameters=scaling))
+    given = {"model_path": str(tmp_path), "device": "cpu"}
+    assert examine_model(given).error is None
+    for options, reason in (
+        ({"context_length": 300, "allow_longer_context": True}, "changes beyond 256 tokens"),
+        ({"enable_deterministic_inference": True}, "whose bits depend on what else is in a step"),
+    ):
+        error = examine_model({**given, **options}).error
+        assert error is not None
+        assert reason in error.message
+
+
+def _room_for_three(x_BTN: torch.Tensor) -> torch.Tensor:
+    """Zeros for what occurs more often than that, as experts that are full leave tokens out."""
+    before = (x_BTN[:, :, None] == x_BTN[:, None]).all(-1).tril().sum(-1)
+    return x_BTN * (before <= 3)[..., None]
+
+
+def _before(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., Any]:
+    """A module's forward with its input changed."""
+    return lambda plain: lambda self, x, *rest, **given: plain(self, change(x), *rest, **given)
+
+
+def _after(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., Any]:
+    """Attention's forward with its output changed."""
+
+    def changed(plain: Any) -> Any:
+        def forward(self: Any, *given: Any, **named: Any) -> Any:
+            mixed, weights = plain(self, *given, **named)
+            return change(mixed), weights
+
+        return forward
+
+    return changed
+
+
+_MIXED: dict[str, tuple[str, Callable[..., Any], str]] = {
+    "a neighbour": ("MLP", _before(lambda x: x + 0.02 * x.roll(1, dims=1)), "the query of a token"),
+    "the one behind": ("MLP", _before(lambda x: x + 0.02 * x.roll(-1, dims=1)), "the query of a token"),
+    "the mean": ("MLP", _before(lambda x: x + 0.001 * x.mean(1, keepdim=True)), "the query of a token"),
+    "what comes to attention": ("Attention", _before(lambda x: x + 0.02 * x.roll(1, dims=1)), "the query of a token"),
+    "what attention gives": ("Attention", _after(lambda x: x + 0.02 * x.roll(1, dims=1)), "the query of a token"),
+    "capacity": ("MLP", _before(_room_for_three), "other tokens move the logits"),
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("how", _MIXED)
+def test_a_model_that_mixes_tokens_elsewhere_is_found_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str, dtype: str
+) -> None:
+    """Nothing declares it: every layer attends as it should, and a feed-forward, or what comes before attention, looks
+    at others; however little, and in whatever dtype."""
+    from transformers.models.gpt_neox import modeling_gpt_neox
 
     write(tmp_path, make("GPTNeoXForCausalLM"))
-    plain = GPTNeoXMLP.forward
-    monkeypatch.setattr(GPTNeoXMLP, "forward", lambda self, x: plain(self, x + x.roll(1, dims=1)))
-    with pytest.raises(UnsupportedModel, match="its tokens meet in other ways than attention"):
-        open_path(tmp_path).build_model()
+    open_path(tmp_path).build_model(dtype)
+    part, change, said = _MIXED[how]
+    module = getattr(modeling_gpt_neox, f"GPTNeoX{part}")
+    monkeypatch.setattr(module, "forward", change(module.forward))
+    with pytest.raises(UnsupportedModel, match=f"lets its tokens meet in other ways than attention: {said}"):
+        open_path(tmp_path).build_model(dtype)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_embedding_of_several_tokens_is_found_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str
+) -> None:
+    write(tmp_path, make("GPTNeoXForCausalLM"))
+    plain = torch.nn.Embedding.forward
+    monkeypatch.setattr(
+        torch.nn.Embedding, "forward", lambda self, ids: plain(self, ids) + 0.02 * plain(self, ids.roll(1, dims=-1))
+    )
+    with pytest.raises(UnsupportedModel, match="the embedding of a token depends on others"):
+        open_path(tmp_path).build_model(dtype)
 
 
 def test_tables_that_would_change_are_refused(tmp_path: Path) -> None:
