@@ -15,14 +15,27 @@ from starlette.types import ASGIApp
 
 import sgl
 from sgl.errors import InvalidRequest, MethodNotAllowed, NotFound
-from sgl.server import embeddings, health, native, playground, programs, scoring
+from sgl.server import anthropic, embeddings, health, native, ollama, playground, programs, scoring
 from sgl.server.call import Server
 from sgl.server.failures import error_response
 from sgl.server.guard import Guard
-from sgl.server.openai import chat, completions, models
+from sgl.server.openai import chat, completions, models, responses
 from sgl.server.routes import Route, Routes, body_schema, endpoint
 
-MODULES: tuple[Any, ...] = (health, models, chat, completions, scoring, embeddings, programs, native, playground)
+MODULES: tuple[Any, ...] = (
+    health,
+    models,
+    chat,
+    completions,
+    responses,
+    anthropic,
+    ollama,
+    scoring,
+    embeddings,
+    programs,
+    native,
+    playground,
+)
 """Each has its part of the table as `routes`."""
 
 

@@ -40,6 +40,7 @@ async def read_body(request: Request, max_bytes: int, timeout_s: float) -> bytes
     """
     declared = request.headers.get("content-length", "")
     if declared.isdigit() and int(declared) > max_bytes:
+        await _discard(request)
         raise _too_large(int(declared), max_bytes)
     body = bytearray()
     try:
@@ -68,7 +69,7 @@ async def _discard(request: Request) -> None:
         async with asyncio.timeout(_DISCARD_S):
             async for _ in request.stream():
                 continue
-    except TimeoutError:
+    except (TimeoutError, ClientDisconnect):
         return
 
 

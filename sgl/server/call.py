@@ -10,10 +10,10 @@ import asyncio
 import hashlib
 import time
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from contextlib import ExitStack
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -24,9 +24,11 @@ from sgl.lang.graph import Graph, ProgramOptions
 from sgl.runtime.engine import Engine
 from sgl.runtime.rendering import ModelRenderer
 from sgl.server.config import ServerConfig
-from sgl.server.failures import encode, error_body
+from sgl.server.failures import Shape, encode, error_body
+from sgl.server.framing import Framing, server_sent
 from sgl.server.metrics import Metrics
-from sgl.server.running import Running
+from sgl.server.openai.responses_store import ResponseStore
+from sgl.server.running import Computation, Running
 
 if TYPE_CHECKING:
     from sgl.server.programs import OpenProgram
@@ -35,6 +37,16 @@ T = TypeVar("T")
 
 WRITE_TIMEOUT_S = 60.0
 """Seconds that a client may leave its receive buffer full before its connection is closed."""
+
+MAX_UNWRITTEN = 2**14
+"""Bytes of a stream that may wait for a write to end; behind them events wait, which `stream_backlog` bounds."""
+
+
+class Work(Protocol):
+    """What runs for a request, as far as whoever aborts it knows it."""
+
+    def fail(self, error: SglError) -> None:
+        """Stop it for a reason that its reader is told."""
 
 
 class Server:
@@ -48,6 +60,7 @@ class Server:
         model: its name in the API.
         created: when this server began, for the list of models.
         draining: the process ends: nothing new is taken.
+        responses: those that are kept, where the operator wants that.
     """
 
     def __init__(self, engine: Engine, config: ServerConfig) -> None:
@@ -59,8 +72,12 @@ class Server:
         self.draining = False
         self.metrics = Metrics(self.model)
         self.formats: dict[str, str | None] = dict(self.info.get("formats") or {})
+        self.responses = (
+            ResponseStore(config.response_store_bytes, config.response_lease) if config.response_store_bytes else None
+        )
         self._programs: dict[str, OpenProgram] = {}
-        self._running: dict[str, list[Running]] = {}
+        self._running: dict[str, list[Work]] = {}
+        self._claimed: set[str] = set()
         self._renderer: ModelRenderer | None = None
         self._renderer_lock = asyncio.Lock()
 
@@ -96,24 +113,35 @@ class Server:
             f"the model {name!r} is not served here", hint=f"this server has {self.model!r}", param="model"
         )
 
-    def register(self, request_id: str, program: Running) -> None:
-        """Make a program known under the id of its request."""
-        self._running.setdefault(request_id, []).append(program)
+    def register(self, request_id: str, work: Work) -> None:
+        """Make a program, or a computation, known under the id of its request."""
+        self._running.setdefault(request_id, []).append(work)
 
-    def forget(self, request_id: str) -> None:
-        """The request with this id has ended."""
-        self._running.pop(request_id, None)
+    def forget(self, request_id: str, ended: list[Work]) -> None:
+        """What ran for a request has ended; another one with its id (tracing gives many the same) goes on."""
+        left = [work for work in self._running.get(request_id, ()) if work not in ended]
+        if left:
+            self._running[request_id] = left
+        else:
+            self._running.pop(request_id, None)
 
-    def knows(self, request_id: str) -> bool:
-        """Whether a request with this id runs."""
-        return request_id in self._running
+    def claim(self, request_id: str) -> bool:
+        """Take an id for one request, until `release`; False when another one has it, or runs under it."""
+        if request_id in self._claimed or request_id in self._running:
+            return False
+        self._claimed.add(request_id)
+        return True
+
+    def release(self, request_id: str) -> None:
+        """The request that claimed this id has ended."""
+        self._claimed.discard(request_id)
 
     def abort(self, request_id: str) -> int:
-        """Cancel the programs of a request; how many there were. Unknown ids are no error."""
-        programs = self._running.get(request_id, [])
-        for program in programs:
-            program.fail(Cancelled("aborted by /abort_request"))
-        return len(programs)
+        """Cancel what runs for a request; how much there was. Unknown ids are no error."""
+        running = self._running.get(request_id, [])
+        for work in running:
+            work.fail(Cancelled("aborted by /abort_request"))
+        return len(running)
 
     def abort_all(self) -> int:
         """Cancel every request."""
@@ -135,7 +163,7 @@ class Server:
 
     @property
     def num_running(self) -> int:
-        """Requests that have programs."""
+        """Requests for which something runs."""
         return len(self._running)
 
 
@@ -145,23 +173,32 @@ class Call:
     Args:
         id: given by the client in `X-Request-Id`, or made.
         key: the API key that it bears, if any.
+        shape: of its errors.
 
     Attributes:
         warnings: about what was passed over (lenient mode); they go into the response.
     """
 
-    def __init__(self, server: Server, request: Request, id: str, key: str | None) -> None:
+    def __init__(self, server: Server, request: Request, id: str, key: str | None, shape: Shape = error_body) -> None:
+        self.shape = shape
         self.server = server
         self.request = request
         self.id = id
         self.warnings: list[str] = []
         self.key = key
+        self._work: list[Work] = []
         self._stack = ExitStack()
+
+    @property
+    def tenant(self) -> str:
+        """Whose request it is: a digest of its key, where there are several."""
+        if len(self.server.config.api_key) < 2:
+            return ""
+        return hashlib.sha256((self.key or "").encode()).hexdigest()[:16]
 
     def salt(self, given: str | None) -> str:
         """What separates this tenant's cached prefixes: its key, where there are several, and what it asks for."""
-        keys = self.server.config.api_key
-        tenant = hashlib.sha256((self.key or "").encode()).hexdigest()[:16] if len(keys) > 1 else ""
+        tenant = self.tenant
         return f"{tenant}/{given}" if tenant and given else tenant or given or ""
 
     def name(self, rid: str | None) -> None:
@@ -172,24 +209,39 @@ class Call:
         """
         if rid is None:
             return
-        if self.server.knows(rid):
+        if not self.server.claim(rid):
             raise InvalidParameter(
                 f"a request with id {rid!r} is running", hint="use another rid, or wait for it", param="rid"
             )
         self.id = rid
+        self._stack.callback(self.server.release, rid)
 
     def start(self, graph: Graph, options: ProgramOptions, *, finish: bool = True) -> Running:
         """Start a program; it ends with this call at the latest."""
         server = self.server
         watch = server.metrics.watch()
         program = self._stack.enter_context(Running(server.engine, options, server.config.stream_backlog, watch.see))
-        self.server.register(self.id, program)
+        self._register(program)
         program.submit(graph, finish=finish)
         return program
 
+    async def compute(self, work: Coroutine[Any, Any, T]) -> T:
+        """The result of `work` that is no program: cancelled when the client goes away, or by `/abort_request`.
+
+        Raises:
+            Cancelled: it was.
+        """
+        computation = Computation(work)
+        self._register(computation)
+        return await self.while_connected(computation.result())
+
+    def _register(self, work: Work) -> None:
+        self._work.append(work)
+        self.server.register(self.id, work)
+
     def close(self) -> None:
         """Cancel what still runs of this request."""
-        self.server.forget(self.id)
+        self.server.forget(self.id, self._work)
         self._stack.close()
 
     async def while_connected(self, work: Awaitable[T]) -> T:
@@ -217,38 +269,29 @@ class Call:
     def stream(
         self, events: AsyncGenerator[Any, None], *, done: bool = True, named: Callable[[Any], str] | None = None
     ) -> Response:
-        """Server-sent events, one for each value (encoded as JSON); an error in their midst is the last one.
+        """Server-sent events (see `sgl.server.framing`); an error in their midst is the last one."""
+        return EventStream(self, events, server_sent(done=done, named=named))
 
-        Args:
-            done: end with `data: [DONE]`, as OpenAI's API does.
-            named: gives each event its name.
-        """
-        return EventStream(self, events, done, named)
+    def framed(self, events: AsyncGenerator[Any, None], framing: Framing) -> Response:
+        """A stream that is written in another way."""
+        return EventStream(self, events, framing)
 
 
 class EventStream(Response):
-    """A response of server-sent events.
+    """A response of events that come one by one.
 
     The first event is waited for before anything is sent, so that what fails at once has a status of its own. The
     client's going away, or its not reading for `WRITE_TIMEOUT_S`, ends the events' generator and with it the program.
     """
 
-    media_type = "text/event-stream"
-
-    def __init__(
-        self,
-        call: Call,
-        events: AsyncGenerator[Any, None],
-        done: bool,
-        named: Callable[[Any], str] | None,
-    ) -> None:
+    def __init__(self, call: Call, events: AsyncGenerator[Any, None], framing: Framing) -> None:
+        self.media_type = framing.media_type
         self.status_code = 200
         self.background = None
         self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         self._call = call
         self._events = events
-        self._done = done
-        self._named = named
+        self._framing = framing
 
     async def first(self) -> None:
         """Wait for the first event; raises `SglError` when there is an error in its place."""
@@ -269,27 +312,73 @@ class EventStream(Response):
     async def _send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
 
-        async def write(data: bytes, more: bool = True) -> None:
-            async with asyncio.timeout(WRITE_TIMEOUT_S):
-                await send({"type": "http.response.body", "body": data, "more_body": more})
-
+        out = _Output(send)
+        writing = asyncio.create_task(out.run())
         try:
-            if self._head is not None:
-                await write(self._frame(self._head))
-                async for event in self._events:
-                    await write(self._frame(event))
-            end = b"data: [DONE]\n\n" if self._done else b""
-        except SglError as error:
-            end = self._error_frame(error)
-        await write(end, more=False)
+            try:
+                if self._head is not None:
+                    await out.write(self._framing.frame(self._head))
+                    async for event in self._events:
+                        await out.write(self._framing.frame(event))
+                end = self._framing.end
+            except SglError as error:
+                end = self._framing.error(self._call.shape(error))
+            await out.write(end, is_last=True)
+            await writing
+        finally:
+            await _end(writing)
 
-    def _frame(self, event: Any) -> bytes:
-        name = f"event: {self._named(event)}\n".encode() if self._named is not None else b""
-        return name + b"data: " + encode(event) + b"\n\n"
 
-    def _error_frame(self, error: SglError) -> bytes:
-        name = b"event: error\n" if self._named is not None else b""
-        return name + b"data: " + encode(error_body(error)) + b"\n\n"
+class _Output:
+    """Frames on their way out: all that were made since the last write leave in one.
+
+    So a loop that has much to do, or a client that reads slowly, costs a write for many frames and not one for each.
+    What waits here is bounded: `write` waits while it is `MAX_UNWRITTEN` bytes.
+    """
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self._frames: list[bytes] = []
+        self._size = 0
+        self._is_last = False
+        self._filled = asyncio.Event()
+        self._emptied = asyncio.Event()
+        self._fault: Exception | None = None
+
+    async def write(self, frame: bytes, *, is_last: bool = False) -> None:
+        """Take a frame.
+
+        Raises:
+            TimeoutError: the client left its receive buffer full for `WRITE_TIMEOUT_S`.
+        """
+        self._frames.append(frame)
+        self._size += len(frame)
+        self._is_last = is_last
+        self._filled.set()
+        while self._size >= MAX_UNWRITTEN and self._fault is None:
+            self._emptied.clear()
+            await self._emptied.wait()
+        if self._fault is not None:
+            raise self._fault
+
+    async def run(self) -> None:
+        """Write until the last frame is out."""
+        try:
+            while True:
+                await self._filled.wait()
+                self._filled.clear()
+                data, is_last = b"".join(self._frames), self._is_last
+                self._frames.clear()
+                self._size = 0
+                async with asyncio.timeout(WRITE_TIMEOUT_S):
+                    await self._send({"type": "http.response.body", "body": data, "more_body": not is_last})
+                if is_last:
+                    return
+                self._emptied.set()
+        except Exception as error:
+            self._fault = error
+            self._emptied.set()
+            raise
 
 
 async def _gone(receive: Callable[[], Awaitable[Any]]) -> None:

@@ -67,6 +67,11 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     program_lease: Annotated[
         Seconds, Meta(description="Seconds without a fragment after which a waiting program over HTTP ends.")
     ] = 300.0
+    response_store_bytes: Annotated[
+        int,
+        Meta(ge=0, description="Memory for answers of /v1/responses that are kept; 0 keeps none."),
+    ] = 0
+    response_lease: Annotated[Seconds, Meta(description="Seconds that an answer of /v1/responses is kept.")] = 3600.0
     drain: Annotated[float, Meta(ge=0, le=1e9, description="Seconds that running requests may take after SIGTERM.")] = (
         30.0
     )

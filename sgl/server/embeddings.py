@@ -1,12 +1,11 @@
 """Encoders over HTTP: `/v1/embeddings`, `/v1/rerank`, `/encode`, `/classify`.
 
 Owns the bodies. What is computed, and what a model can do, is `Engine.encode`, `classify` and `rerank`; a model that
-generates answers these routes with 501 and the reason.
+generates answers these routes with 400 and the reason.
 """
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import struct
 from typing import Any, Literal
@@ -36,12 +35,13 @@ class EmbeddingsRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True
 
 
 class EncodeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """`POST /encode` and `/classify`."""
+    """`POST /encode` and `/classify`; `rid` is what `/abort_request` asks for."""
 
     text: str | list[str] | None = None
     input_ids: list[Any] | None = None
     model: str | None = None
     truncate: bool = False
+    rid: str | None = None
 
 
 class RerankRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -60,8 +60,8 @@ async def embeddings(call: Call, body: EmbeddingsRequest) -> Any:
     """Embeddings of texts."""
     call.server.check_model(body.model)
     texts, ids = _inputs(body.input)
-    outputs = await call.while_connected(call.server.engine.async_encode(texts, input_ids=ids, truncate=body.truncate))
-    vectors = [_shortened(output["embedding"], body.dimensions) for output in outputs]
+    outputs = await call.compute(call.server.engine.async_encode(texts, input_ids=ids, truncate=body.truncate))
+    vectors = [shortened(output["embedding"], body.dimensions) for output in outputs]
     return {
         "object": "list",
         "model": call.server.model,
@@ -77,7 +77,8 @@ async def embeddings(call: Call, body: EmbeddingsRequest) -> Any:
 async def encode(call: Call, body: EncodeRequest) -> Any:
     """Embeddings in SGLang's shape (see `sgl.Engine.encode`)."""
     call.server.check_model(body.model)
-    return await call.while_connected(
+    call.name(body.rid)
+    return await call.compute(
         call.server.engine.async_encode(body.text, input_ids=body.input_ids, truncate=body.truncate)
     )
 
@@ -86,9 +87,9 @@ async def encode(call: Call, body: EncodeRequest) -> Any:
 async def classify(call: Call, body: EncodeRequest) -> Any:
     """Labels of texts with their shares (see `sgl.Engine.classify`)."""
     call.server.check_model(body.model)
-    engine = call.server.engine
-    return await call.while_connected(
-        asyncio.to_thread(lambda: engine.classify(body.text, input_ids=body.input_ids, truncate=body.truncate))
+    call.name(body.rid)
+    return await call.compute(
+        call.server.engine.async_classify(body.text, input_ids=body.input_ids, truncate=body.truncate)
     )
 
 
@@ -97,9 +98,8 @@ async def rerank(call: Call, body: RerankRequest) -> Any:
     """Documents by their score with a query, best first."""
     call.server.check_model(body.model)
     _check_count("documents", len(body.documents))
-    engine = call.server.engine
-    ranked = await call.while_connected(
-        asyncio.to_thread(lambda: engine.rerank(body.query, body.documents, top_n=body.top_n, truncate=body.truncate))
+    ranked = await call.compute(
+        call.server.engine.async_rerank(body.query, body.documents, top_n=body.top_n, truncate=body.truncate)
     )
     results = [
         {
@@ -142,7 +142,7 @@ def _check_count(name: str, num: int) -> None:
         raise InvalidParameter(f"{name} has {num} entries; expected 1 to {MAX_INPUTS}", param=name)
 
 
-def _shortened(vector: list[float], dimensions: int | None) -> list[float]:
+def shortened(vector: list[float], dimensions: int | None) -> list[float]:
     """The first dimensions, normalized again; for models that were trained so."""
     if dimensions is None:
         return vector

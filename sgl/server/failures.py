@@ -1,17 +1,22 @@
 """Errors as HTTP answers: status, headers, and a body in the shape that the caller's client knows.
 
-Owns the translation from `SglError` to OpenAI's `{"error": {message, type, param, code}}`. What is not one of ours
+Owns the translation from `SglError` to OpenAI's `{"error": {message, type, param, code}}`; a dialect with another shape
+gives its own (`Shape`). What is not one of ours
 becomes an `InternalError` whose text says nothing of the inside: its log line has the traceback under the request's id.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import msgspec
 from starlette.responses import Response
 
 from sgl.errors import BodyTimeout, BodyTooLarge, EngineDead, InternalError, Overloaded, SglError, Unauthorized
+
+Shape: TypeAlias = Callable[[SglError], dict[str, Any]]
+"""The body of an error as a dialect's clients know it."""
 
 RETRY_AFTER_S = 1
 """Told to clients that were turned away: a queue of one step's length is gone by then."""
@@ -23,12 +28,16 @@ def error_type(status: int) -> str:
     return named.get(status, "invalid_request_error" if status < 500 else "server_error")
 
 
+def error_message(error: SglError) -> str:
+    """What went wrong, and the one thing to change."""
+    return f"{error.message} ({error.hint})" if error.hint else error.message
+
+
 def error_body(error: SglError, **more: Any) -> dict[str, Any]:
     """`{"error": {...}}`; `hint` is part of the message, and `details` are named facts as `pointer`."""
-    message = f"{error.message} ({error.hint})" if error.hint else error.message
     details = {name: value for name, value in error.details.items() if name != "param"}
     body: dict[str, Any] = {
-        "message": message,
+        "message": error_message(error),
         "type": error_type(error.status),
         "param": error.details.get("param"),
         "code": error.code,
@@ -38,7 +47,7 @@ def error_body(error: SglError, **more: Any) -> dict[str, Any]:
     return {"error": body}
 
 
-def error_response(error: SglError) -> Response:
+def error_response(error: SglError, shape: Shape = error_body) -> Response:
     """The answer to a request that failed before anything was sent."""
     headers = {}
     if isinstance(error, (Overloaded, EngineDead)):
@@ -47,7 +56,7 @@ def error_response(error: SglError) -> Response:
         headers["WWW-Authenticate"] = "Bearer"
     if isinstance(error, (BodyTooLarge, BodyTimeout)):
         headers["Connection"] = "close"  # the rest of the body is not read
-    return Response(encode(error_body(error)), error.status, headers, "application/json")
+    return Response(encode(shape(error)), error.status, headers, "application/json")
 
 
 def internal(request_id: str) -> InternalError:

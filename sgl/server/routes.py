@@ -26,7 +26,7 @@ from sgl.errors import Draining, Forbidden, SglError, Unauthorized
 from sgl.server import bodies
 from sgl.server.call import Call, EventStream, Server
 from sgl.server.config import ServerConfig
-from sgl.server.failures import error_response, internal
+from sgl.server.failures import Shape, error_body, error_response, internal
 
 Tier: TypeAlias = Literal["open", "user", "admin"]
 Handler: TypeAlias = Callable[..., Awaitable[Any]]
@@ -42,10 +42,14 @@ class Route(NamedTuple):
     tier: Tier
     handler: Handler
     body: Any = None
+    shape: Shape = error_body
 
 
 class Routes:
     """The routes of a module.
+
+    Args:
+        shape: of their errors.
 
     Example:
         >>> routes = Routes()
@@ -56,8 +60,9 @@ class Routes:
         ('/ping', 'open')
     """
 
-    def __init__(self) -> None:
+    def __init__(self, shape: Shape = error_body) -> None:
         self.all: list[Route] = []
+        self._shape = shape
 
     def get(self, path: str, tier: Tier) -> Callable[[Handler], Handler]:
         """A handler of GET requests: `async def handler(call)`."""
@@ -73,7 +78,7 @@ class Routes:
 
     def _route(self, method: str, path: str, tier: Tier, body: Any) -> Callable[[Handler], Handler]:
         def register(handler: Handler) -> Handler:
-            self.all.append(Route(method, path, tier, handler, body))
+            self.all.append(Route(method, path, tier, handler, body, self._shape))
             return handler
 
         return register
@@ -90,15 +95,15 @@ def endpoint(server: Server, route: Route) -> Callable[[Request], Awaitable[Resp
             check_access(server.config, route.tier, key)
             if server.draining and route.tier != "open":
                 raise Draining("the server is shutting down", hint="send the request to another one")
-            call = Call(server, request, request.state.id, key)
+            call = Call(server, request, request.state.id, key, route.shape)
             response = await _handled(server, route, call)
             if isinstance(response, EventStream):
                 await response.first()
         except SglError as error:
-            response = error_response(error)
+            response = error_response(error, route.shape)
         except Exception:
             log.exception("request %s to %s failed", request.state.id, route.path)
-            response = error_response(internal(request.state.id))
+            response = error_response(internal(request.state.id), route.shape)
         finally:
             if call is not None and not isinstance(response, EventStream):  # which closes its call at its end
                 call.close()

@@ -3,44 +3,18 @@
 from __future__ import annotations
 
 import base64
-import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import httpx2
 import numpy as np
 import openai
 import pytest
 from support.serving import serving
+from support.tiny_bert import POOLING, saved
 
 from sgl.runtime.engine import Engine
-
-WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "cat", "dog", "sat", "ran"]
-POOLING = {
-    "modules.json": [
-        {"path": "", "type": "sentence_transformers.models.Transformer"},
-        {"path": "1_Pooling", "type": "sentence_transformers.models.Pooling"},
-        {"path": "2_Normalize", "type": "sentence_transformers.models.Normalize"},
-    ],
-    "1_Pooling/config.json": {"word_embedding_dimension": 16, "pooling_mode_mean_tokens": True},
-}
-
-
-def saved(folder: Path, head: str, files: dict[str, Any], **fields: Any) -> Path:
-    """A tiny random BERT."""
-    import transformers
-
-    config = transformers.BertConfig(
-        vocab_size=len(WORDS), hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
-        max_position_embeddings=16, **fields,
-    )  # fmt: skip
-    getattr(transformers, head)(config).save_pretrained(folder)
-    (folder / "vocab.txt").write_text("\n".join(WORDS) + "\n")
-    for name, content in files.items():
-        (folder / name).parent.mkdir(exist_ok=True)
-        (folder / name).write_text(json.dumps(content))
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -89,6 +63,23 @@ def test_a_cross_encoder_ranks(tmp_path: Path) -> None:
     assert [each["score"] for each in full] == pytest.approx([each["score"] for each in want])
     assert [each["index"] for each in top] == [each["index"] for each in want[:2]]
     assert "document" not in top[0]
+
+
+def test_who_goes_away_and_who_aborts_ends_a_call(embedder: Engine) -> None:
+    """The worker computes no more of it; what others asked is answered."""
+    many = {"text": ["the cat sat"] * 40_000}
+    with serving(embedder) as served, httpx2.Client(base_url=served.url, timeout=60) as http:
+        with ThreadPoolExecutor(1) as pool:
+            answer = pool.submit(http.post, "/encode", json={**many, "rid": "mine"})
+            while not http.post("/abort_request", json={"rid": "mine"}).json()["aborted"]:
+                assert not answer.done()
+            assert answer.result().status_code == 499
+        with pytest.raises(httpx2.ReadTimeout):
+            http.post("/encode", json=many, timeout=0.05)
+        assert len(http.post("/encode", json={"text": ["dog"]}).json()) == 1
+    stats = embedder.stats()
+    assert stats["num_waiting"] == 0
+    assert stats["num_inputs"] < 40_000
 
 
 def test_a_model_that_generates_says_so(dummy_engine: Engine) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import binascii
 import hashlib
+from collections.abc import Sequence
 from typing import Any
 
 from sgl.errors import EmptyPrompt, InvalidParameter
@@ -34,11 +35,12 @@ class ChatPrompt:
         self._tools = tools
         self._names: dict[str, str] = {}
 
-    def add(self, messages: list[Message], *, open_last: bool = False) -> None:
+    def add(self, messages: list[Message], *, open_last: bool = False, places: Sequence[str] = ()) -> None:
         """Append turns.
 
         Args:
             open_last: the last turn is the assistant's and goes on.
+            places: of each message, its name in errors, where that is not `messages[0]` and so on.
 
         Raises:
             EmptyPrompt: no messages.
@@ -50,7 +52,8 @@ class ChatPrompt:
             self._turn("system", [LiteralText(self._tools)])
         for index, message in enumerate(messages):
             is_last = index == len(messages) - 1
-            self._message(message, f"messages[{index}]", first=index == 0, close=not (open_last and is_last))
+            where = places[index] if places else f"messages[{index}]"
+            self._message(message, where, first=index == 0, close=not (open_last and is_last))
 
     def begin_answer(self) -> None:
         """Begin the assistant's turn."""
