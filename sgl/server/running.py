@@ -2,7 +2,8 @@
 
 Owns `Running`, the one bridge between the engine's thread and the event loop. Every route that generates goes through
 it, so that the same holds for all: a client that goes away cancels its program; one that does not read loses it once
-the backlog is full, and memory stays bounded; an ending program is cancelled before its request is answered.
+the backlog is full, and memory stays bounded; an ending program is cancelled before its request is answered. What an
+encoder computes has no events, and is a `Computation`.
 
 A `Running` is a context manager: leaving it cancels what still runs.
 """
@@ -11,12 +12,38 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Iterable
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable
 from types import TracebackType
+from typing import Any, ClassVar, Generic, TypeVar
+from weakref import WeakKeyDictionary, ref
 
 from sgl.errors import SglError, SlowReader
 from sgl.lang.backend import Backend, Session
 from sgl.lang.graph import DoneEvent, Event, FailedEvent, Graph, ProgramOptions
+
+T = TypeVar("T")
+
+
+class Computation(Generic[T]):
+    """Work that has a result and no events, and begins at once."""
+
+    def __init__(self, work: Coroutine[Any, Any, T]) -> None:
+        self._task = asyncio.ensure_future(work)
+        self._failure: SglError | None = None
+
+    def fail(self, error: SglError) -> None:
+        """Stop it for a reason that whoever waits for it is told."""
+        self._failure = self._failure or error
+        self._task.cancel()
+
+    async def result(self) -> T:
+        """What came of it, or the reason why it was stopped. Who is cancelled while waiting here cancels it."""
+        try:
+            return await self._task
+        except asyncio.CancelledError:
+            if self._failure is None:
+                raise
+            raise self._failure from None
 
 
 class Running:
@@ -42,7 +69,7 @@ class Running:
         backlog: int,
         watch: Callable[[Event], None] = lambda event: None,
     ) -> None:
-        self._loop = asyncio.get_running_loop()
+        self._mailbox = _Mailbox.of(asyncio.get_running_loop())
         self._backlog = backlog
         self._waiting: deque[Event] = deque()
         self._woken = asyncio.Event()
@@ -95,28 +122,34 @@ class Running:
             SlowReader: events came faster than they were taken, for too long.
         """
         while True:
-            while self._waiting:
-                event = self._waiting.popleft()
-                if isinstance(event, FailedEvent) and not failures:
-                    raise SglError.from_info(event.error)
+            while (event := self.take(failures=failures)) is not None:
                 yield event
                 if isinstance(event, (DoneEvent, FailedEvent)):
                     return
-            if self._failure is not None:
-                if not failures:
-                    raise self._failure
-                yield FailedEvent(error=self._failure.to_info())
-                return
             self._woken.clear()
             await self._woken.wait()
+
+    def take(self, *, failures: bool = False) -> Event | None:
+        """The next event, if it has come; raises as `events`."""
+        if self._waiting:
+            event = self._waiting.popleft()
+            if isinstance(event, FailedEvent) and not failures:
+                raise SglError.from_info(event.error)
+            return event
+        if self._failure is None:
+            return None
+        if not failures:
+            raise self._failure
+        return FailedEvent(error=self._failure.to_info())
+
+    def wake(self, woken: asyncio.Event) -> None:
+        """Let `woken` be set when there is something to take, in place of the event behind `events`."""
+        self._woken = woken
 
     def _on_event(self, event: Event) -> None:
         """On the engine's thread."""
         self._watch(event)
-        try:
-            self._loop.call_soon_threadsafe(self._take, event)
-        except RuntimeError:  # the loop is closed: nobody reads any more
-            return
+        self._mailbox.put(self, event)
 
     def _take(self, event: Event) -> None:
         if isinstance(event, (DoneEvent, FailedEvent)):
@@ -143,27 +176,57 @@ async def merged(programs: Iterable[Running], *, failures: bool = False) -> Asyn
     Raises:
         SglError: of the first one that fails.
     """
-    queue: asyncio.Queue[tuple[int, Event | None, BaseException | None]] = asyncio.Queue(1)
-
-    async def pump(index: int, program: Running) -> None:
-        try:
-            async for event in program.events(failures=failures):
-                await queue.put((index, event, None))
-            await queue.put((index, None, None))
-        except SglError as error:
-            await queue.put((index, None, error))
-
-    tasks = [asyncio.create_task(pump(index, program)) for index, program in enumerate(programs)]
-    left = len(tasks)
-    try:
-        while left:
-            index, event, error = await queue.get()
-            if error is not None:
-                raise error
-            if event is None:
-                left -= 1
-            else:
+    left = dict(enumerate(programs))
+    woken = asyncio.Event()
+    for program in left.values():
+        program.wake(woken)
+    while left:
+        is_idle = True
+        for index, program in tuple(left.items()):
+            while (event := program.take(failures=failures)) is not None:
+                is_idle = False
                 yield index, event
-    finally:
-        for task in tasks:
-            task.cancel()
+                if isinstance(event, (DoneEvent, FailedEvent)):
+                    del left[index]
+                    break
+        if is_idle:  # nothing was yielded since the first look, so nothing came meanwhile
+            woken.clear()
+            await woken.wait()
+
+
+class _Mailbox:
+    """Takes events from the engine's thread to a loop: one wake-up for all that came since the last one.
+
+    A step of the engine has an event for each of its sequences; waking the loop for each would cost a system call and a
+    turn of the loop for each.
+    """
+
+    _of: ClassVar[WeakKeyDictionary[asyncio.AbstractEventLoop, _Mailbox]] = WeakKeyDictionary()
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = ref(loop)
+        self._waiting: deque[tuple[Running, Event]] = deque()
+        self._is_called = False
+
+    @classmethod
+    def of(cls, loop: asyncio.AbstractEventLoop) -> _Mailbox:
+        """That of a loop."""
+        return cls._of.setdefault(loop, _Mailbox(loop))
+
+    def put(self, program: Running, event: Event) -> None:
+        """On the engine's thread."""
+        self._waiting.append((program, event))
+        loop = self._loop()
+        if self._is_called or loop is None:
+            return
+        self._is_called = True
+        try:
+            loop.call_soon_threadsafe(self._deliver)
+        except RuntimeError:  # the loop is closed: nobody reads any more
+            self._waiting.clear()
+
+    def _deliver(self) -> None:
+        self._is_called = False  # first: who puts something now calls again
+        while self._waiting:
+            program, event = self._waiting.popleft()
+            program._take(event)
