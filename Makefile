@@ -7,7 +7,7 @@
 
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint test-slow test-gpu clean
+.PHONY: help demo test lint docs test-slow test-gpu clean
 
 PYTHON ?= python3
 TORCH_INDEX ?=
@@ -19,7 +19,7 @@ PYTEST := $(BIN)/python -m pytest --import-mode=importlib
 WORKERS ?= 2
 
 help:
-	@echo "make demo | test | lint | test-slow | test-gpu | clean   (see README.md)"
+	@echo "make demo | test | lint | docs | test-slow | test-gpu | clean   (see README.md)"
 
 # One stamp for the whole set-up: it is rewritten only after every step went well, so a broken-off install starts again.
 $(READY): pyproject.toml constraints.txt
@@ -32,11 +32,13 @@ $(READY): pyproject.toml constraints.txt
 	@echo "Setting up $(VENV), once: torch and a few smaller packages are fetched, which takes a while." >&2
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) \
 	  --editable '.[dev]'
+	@# instructor, which tests talk to the server with, bounds jiter and rich below what openai wants, and works with these.
+	$(BIN)/python -m pip install --quiet --no-deps instructor==1.17.0
 	@touch $@
 
 demo: $(READY)
 	$(BIN)/sgl doctor --build >/dev/null
-	$(BIN)/sgl run tutorials/01_first_program.py
+	$(BIN)/sgl run tutorials/00_tour.py
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -45,6 +47,10 @@ lint: $(READY)
 
 test: lint
 	$(PYTEST) --doctest-modules --numprocesses $(WORKERS) --dist loadfile -m "not gpu and not slow" sgl tests
+
+# README, rooms, tutorials and the API reference as HTML in build/docs; needs no network.
+docs: $(READY)
+	$(BIN)/python .ci/docs.py build/docs
 
 # What the suite leaves out: 10,000 operations of each state machine, and the long forms of the equality and oracle tests.
 test-slow: $(READY)

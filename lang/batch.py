@@ -71,7 +71,17 @@ def check_batch(on_result: object, on_error: object, num_threads: object) -> Non
 
 
 class Batch(Generic[R]):
-    """Rows of one program that run while somebody iterates. Made by `SglFunction.batch`; can be iterated once."""
+    """Rows of one program that run while somebody iterates. Made by `SglFunction.batch`; can be iterated once.
+
+    Example:
+        >>> import sgl
+        >>> @sgl.function
+        ... def double(s, word):
+        ...     s += word + sgl.gen("more")
+        >>> batch = double.batch([["a"], ["b"]], backend=sgl.MockBackend(lambda prompt, node: prompt))
+        >>> sorted(result.state.text() for result in batch), batch.num_done
+        (['aa', 'bb'], 2)
+    """
 
     def __init__(
         self,

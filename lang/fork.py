@@ -27,7 +27,19 @@ else:
 
 
 class ProgramStateGroup(Generic[S]):
-    """The states that one `fork` made, in order."""
+    """The states that one `fork` made, in order.
+
+    Example:
+        >>> import sgl
+        >>> @sgl.function
+        ... def colours(s):
+        ...     s += "A colour: "
+        ...     branches = s.fork(2)
+        ...     branches += sgl.gen("colour")
+        ...     branches.join()
+        >>> colours.run(backend=sgl.MockBackend(["red", "blue"]))["colour"]
+        ['red', 'blue']
+    """
 
     def __init__(self, states: list[S], parent: S) -> None:
         self._states = states

@@ -45,6 +45,12 @@ class Template:
 
     Attributes:
         source: its text.
+
+    Example:
+        >>> import sgl
+        >>> greeting = sgl.template("Dear {{ name }},")
+        >>> greeting(name="Ada"), greeting.source
+        ('Dear Ada,', 'Dear {{ name }},')
     """
 
     def __init__(self, source: str) -> None:

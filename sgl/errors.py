@@ -53,6 +53,14 @@ back on the other side. Standard library and msgspec only, so that every room ma
     +-- RemoteError                 502  an API said no, or nothing; `remote_status`, `request_id`, `retryable`
     +-- BenchError                  500  a measurement that cannot be made: a peer that fails, sides that differ
     +-- InternalError               500  a bug of ours
+
+Example:
+    >>> import sgl
+    >>> try:
+    ...     sgl.gen("x", max_tokens=-1)
+    ... except sgl.errors.InvalidParameter as error:
+    ...     error.param, error.code
+    ('max_tokens', 'invalid_parameter')
 """
 
 from __future__ import annotations
