@@ -244,7 +244,19 @@ class EngineCore:
             self._fail_step(plan, error)
             return True
         self._tell(plan, touched, self.tracer.take_times() if self.tracer is not None else None)
+        self._carry_on(logits)
         return True
+
+    def _carry_on(self, logits: Any) -> None:
+        """Requests that begin where right guesses of the step have led draw from its logits at once."""
+        while (plan := self.scheduler.carry()).chunks:
+            try:
+                result = self._sample(plan, logits[list(plan.carried or ())])
+                touched = self.scheduler.process(plan, result)
+            except Exception as error:  # noqa: BLE001 - as in `_step_now`
+                self._fail_step(plan, error)
+                return
+            self._tell(plan, touched, None)
 
     def _step_ahead(self) -> bool:
         """Begin a step while the one before is computed, take the result of that one, then draw this one's tokens."""

@@ -137,6 +137,20 @@ class Generation:
         """Most tokens that are still to come; 0 also where drafts cannot be checked, as over a healed seam."""
         return 0 if self.finished or self._seam is not None else self.max_new_tokens - len(self.output_ids)
 
+    @property
+    def num_kept(self) -> int:
+        """Leading tokens of the output that stay in the state."""
+        return self.keep().num_tokens
+
+    def ends_with(self, token_id: int) -> bool:
+        """Whether a token would end the output, as far as the token alone tells."""
+        if token_id in self._ends:
+            return True
+        if not self.sampling.stop:
+            return False
+        text = self._tokenizer.token_bytes(token_id)
+        return any(stop.encode() in text for stop in self.sampling.stop)
+
     def spec(self, drafts: Sequence[int] = ()) -> SampleSpec:
         """How to draw the next token, or the one behind `drafts` if they turn out to be the next ones."""
         position = len(self.output_ids) + len(drafts)

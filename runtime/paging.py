@@ -196,24 +196,24 @@ class Paging:
                 self._known_slots[page] = min(known, self._known_slots.get(page, known))
         sequence.num_computed = end
 
-    def advance(self, sequence: Sequence, end: int) -> None:
+    def advance(self, sequence: Sequence, end: int, ahead: list[int] | None = None) -> None:
         """Of the tokens that a step computed behind the known ones, those up to `end` were right: the pages of the
-        others are free again."""
-        sequence.num_computed = end
-        self.pool.free(sequence.pages.cut(-(-end // self.page_size)).tolist())
+        others are free again, or cache.
 
-    def cache_ahead(self, sequence: Sequence, token_ids: list[int]) -> None:
-        """Make cache of what a step computed behind the sequence: keys and values of `token_ids`, if these follow it.
-
-        Pages of one token only: of larger ones the sequence would have to give up the one that it stands in.
+        Args:
+            ahead: the others, if somebody may soon go on with them. Pages of one token only: of larger ones the
+                sequence would have to give up the one that it stands in.
         """
-        end = sequence.num_computed
-        known = sequence.token_ids
-        sequence.token_ids = [*known[:end], *token_ids]
-        sequence.num_computed = end + len(token_ids)
-        self.publish(sequence, sequence.num_computed)
-        sequence.token_ids = known
-        self.forget(sequence, end)
+        sequence.num_computed = end
+        if ahead and self.page_size == 1:
+            known = sequence.token_ids
+            sequence.token_ids = [*known[:end], *ahead]
+            sequence.num_computed = end + len(ahead)
+            self.publish(sequence, sequence.num_computed)
+            sequence.token_ids = known
+            self.forget(sequence, end)
+        else:
+            self.pool.free(sequence.pages.cut(-(-end // self.page_size)).tolist())
 
     def spare(self, num_pages: int) -> int:
         """How many of `num_pages` pages there are for guesses: free ones, or cached ones, which give way."""

@@ -140,11 +140,15 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     `copies` are done before anything is computed, and as if all at once: every source is read before any target is
     written. They stand beside chunks, never alone. `masks` are being filled for chunks that draw under a constraint.
+
+    With `carried`, nothing is computed: the plan draws from logits of the step that was computed last, its rows being
+    those of the given numbers.
     """
 
     chunks: tuple[Chunk, ...]
     copies: tuple[PageCopy, ...] = ()
     masks: MaskJob | None = None
+    carried: tuple[int, ...] | None = None
 
     @property
     def num_tokens(self) -> int:

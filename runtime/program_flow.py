@@ -146,6 +146,16 @@ class ProgramFlow:
             texts.append(text or "")
         return "".join(texts)
 
+    def beginning_of(self, node: Text) -> tuple[str, bool]:
+        """The text of a node up to the first value that does not exist, and whether that is all of it."""
+        texts = []
+        for segment in node.segments:
+            text = segment.text if isinstance(segment, LiteralText) else self._lookup(segment, node.id)
+            if text is None:
+                return "".join(texts), False
+            texts.append(text)
+        return "".join(texts), True
+
     def put(self, node: Gen | Select, value: str) -> Iterable[int]:
         """A value exists; the branches that waited for one of its name."""
         self.names.add((node.branch, node.name))

@@ -359,7 +359,16 @@ class ProgramRun:
             seam = None
         self._text.append_unit(branch, ids, num_bytes)
         seed = self._seed(node.id)
-        self._run(Drawing(node, branch, grammar, self._services, self.options, seed=seed, seam=seam))
+        drawing = Drawing(node, branch, grammar, self._services, self.options, seed=seed, seam=seam)
+        drawing.request.following = partial(self._following, branch)
+        self._run(drawing)
+
+    def _following(self, branch: Branch) -> Sequence[int]:
+        """See `ProgramText.following`. What cannot be rendered is said when it is its turn, not by a guess."""
+        try:
+            return self._text.following(branch, self._flow.beginning_of)
+        except SglError:
+            return ()
 
     # --- selects ---
 

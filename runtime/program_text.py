@@ -10,10 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from sgl.errors import InvalidProgram
-from sgl.lang.graph import ProgramOptions, Rewind, TextEvent, Usage
+from sgl.lang.graph import ProgramOptions, Rewind, Role, Text, TextEvent, Usage
 from sgl.runtime.branch import Branch, text_bytes
 from sgl.runtime.selection import common_length
 from sgl.runtime.services import Services
+
+_ANYTHING = "x"
+"""In place of a text that is yet to be generated."""
 
 
 class ProgramText:
@@ -53,12 +56,12 @@ class ProgramText:
             InvalidProgram: one is outside of the vocabulary.
         """
         tokenizer = self._services.tokenizer
-        for token_id in token_ids:
-            if not 0 <= token_id < tokenizer.vocab_size:
-                raise InvalidProgram(
-                    f"token id {token_id} is outside the vocabulary of {tokenizer.vocab_size}",
-                    hint=f"ids are 0 to {tokenizer.vocab_size - 1}",
-                )
+        if token_ids and not (min(token_ids) >= 0 and max(token_ids) < tokenizer.vocab_size):
+            wrong = next(token_id for token_id in token_ids if not 0 <= token_id < tokenizer.vocab_size)
+            raise InvalidProgram(
+                f"token id {wrong} is outside the vocabulary of {tokenizer.vocab_size}",
+                hint=f"ids are 0 to {tokenizer.vocab_size - 1}",
+            )
         self.flush(branch)
         branch.sequence.token_ids.extend(token_ids)
         branch.transcript.add_generated(tokenizer.decode(token_ids, skip_special_tokens=False), len(token_ids))
@@ -77,6 +80,33 @@ class ProgramText:
                 self._scheduler.truncate(branch.sequence, cut.keep_tokens)
                 self._count(Usage(rerendered_tokens=cut.drop_tokens))
         branch.transcript.cuts.clear()
+
+    def following(self, branch: Branch, beginning_of: Callable[[Text], tuple[str, bool]]) -> list[int]:
+        """Ids of what the program writes on a branch whose generation ends now, up to its next generation, as far as
+        that is known. A guess: a template may look at what was generated.
+
+        Args:
+            beginning_of: as `ProgramFlow.beginning_of`.
+        """
+        after = branch.transcript.copy()
+        after.add_generated(_ANYTHING, 1)
+        for node in branch.queue:
+            is_whole = True
+            match node:
+                case Text():
+                    text, is_whole = beginning_of(node)
+                    after.add_text(text)
+                case Role(begin=True):
+                    after.begin(node.role)
+                case Role():
+                    after.end()
+                case _:
+                    break
+            if after.cuts:
+                return []
+            if not is_whole:
+                return after.flush()[:-1]  # the last one may be another with more text behind it
+        return after.flush()
 
     # --- marks and joins ---
 

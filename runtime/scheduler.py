@@ -26,6 +26,7 @@ Laws after each step: `free + cached + held == total`, and `prompt == cached + p
 
 from __future__ import annotations
 
+from collections import abc
 from collections.abc import Callable, Iterable, Set
 
 import msgspec
@@ -44,6 +45,7 @@ from sgl.runtime.plan import NOBODY, UNKNOWN, Chunk, SampleSpec, ScoreSpec, Step
 from sgl.runtime.policies import victim
 from sgl.runtime.radix import RadixNode
 from sgl.runtime.sequence import Owner, Request, Sequence
+from sgl.runtime.speculation.carry import Tail, Tails, goes_on
 from sgl.runtime.speculation.drafter import Drafter
 from sgl.runtime.speculation.verify import num_accepted, take
 from sgl.runtime.stats import Stats
@@ -99,6 +101,7 @@ class Scheduler:
         self._flights: list[_Flight] = []  # oldest first; at most two
         self._follows: dict[int, int] = {}  # by sequence, while a plan is made: see `Chunk.follows`
         self._held: set[int] = set()  # sequences that the plan leaves out until the one before it is processed
+        self._tails = Tails()
         self._is_short = False  # a row of the last plan found no page, and nothing could be put back
         stats.pages_total = config.num_pages
 
@@ -168,6 +171,7 @@ class Scheduler:
             request.take_forced(request.generation.force())
         request.account_found(0, min(request.sequence.num_computed, request.reusable_len))
         self.waiting.add(request)
+        self._tails.came(request)
         request.queued = True
         self.stats.requests += 1
 
@@ -199,6 +203,7 @@ class Scheduler:
         """The next step: running requests first, decoding ones before prefilling ones, then waiting ones."""
         budget = self.config.chunked_prefill_size
         planned: dict[int, Chunk] = {}
+        self._tails.clear()
         self._look_past_flight()
         # Scored rows that this step may still have: of prompts (False), and of options of selects (True).
         self._rows_left = {False: self.limits.max_logit_rows, True: self.limits.max_choices}
@@ -339,15 +344,18 @@ class Scheduler:
         Args:
             seconds: that it took, where that was measured.
         """
-        self.stats.forwards += 1
-        if self._drafter is not None:
-            self._drafter.timed(plan, seconds)
+        if plan.carried is None:
+            self.stats.forwards += 1
+            if self._drafter is not None:
+                self._drafter.timed(plan, seconds)
         requests: dict[int, Request] = {}  # none when everything was reset meanwhile
         if self._flights and self._flights[0].plan is plan:
             requests = self._flights.pop(0).requests
         touched = []
+        first = 0  # row of logits
         for chunk, row in zip(plan.chunks, result.rows, strict=True):
             request = requests.get(chunk.sequence)
+            rows = range(first, first := first + len(chunk.logit_offsets))
             if request is None:
                 continue  # nobody wants it, see `_drop`
             touched.append(request)
@@ -365,7 +373,8 @@ class Scheduler:
                     failure = internal_error("a drawn token could not be taken", error)
                     request.failed = (failure.code, failure.message)
             if chunk.num_drafts:
-                self._land_drafts(request, chunk)
+                rows_of = rows if plan.carried is None else plan.carried[rows.start : rows.stop]
+                self._land_drafts(request, chunk, rows_of, is_carried=plan.carried is not None)
             if request.failed is None and request.generation is not None:
                 request.failed = request.generation.failed
             # More than this chunk may be planned already.
@@ -376,17 +385,57 @@ class Scheduler:
         self.running = [request for request in self.running if request.running]
         return touched
 
-    def _land_drafts(self, request: Request, chunk: Chunk) -> None:
-        """Keep what was computed for the drafts that were right."""
-        num_right = num_accepted(chunk, request.sequence.token_ids)
+    def _land_drafts(self, request: Request, chunk: Chunk, rows: abc.Sequence[int], *, is_carried: bool) -> None:
+        """Keep what was computed for the drafts that were right, and what a generation that ended has left over."""
+        sequence, generation = request.sequence, request.generation
+        num_right = num_accepted(chunk, sequence.token_ids)
         end = chunk.known_end + num_right
-        self.paging.advance(request.sequence, end)
+        left_over = chunk.drafts[num_right:]
+        goes_on = generation is not None and generation.finished and request.failed is None
+        if not goes_on or request.following is None or self.page_size > 1:
+            left_over = []
+        if is_carried:
+            self.paging.find(sequence, end, again=True)  # `advance` has put it there
+        else:
+            self.paging.advance(sequence, end, left_over)
+            request.drafted_tokens += chunk.num_drafts
+            self.stats.verifications += 1
         request.account_computed(chunk.known_end, end)
-        request.drafted_tokens += chunk.num_drafts
         request.accepted_tokens += num_right
-        self.stats.verifications += 1
         if self._drafter is not None:
             self._drafter.verified(request, num_right)
+        if left_over:
+            self._tails.leave(Tail(chunk, rows, end))
+
+    def carry(self) -> StepPlan:
+        """What can be drawn from the logits of the step that was just processed: by requests that came since and begin
+        where its drafts led, as if they had been in it. They take the rows of those that ended there."""
+        chunks: list[Chunk] = []
+        rows: list[int] = []
+        requests: dict[int, Request] = {}
+        for request, tail in self._tails.take():
+            sequence, generation = request.sequence, request.generation
+            if generation is None or self._is_full(request):
+                continue
+            self.waiting.admit(request)
+            self.running.append(request)
+            request.running = True
+            request.last_step = self.step
+            self.paging.run(sequence)
+            self.paging.find(sequence, len(sequence), again=True)
+            request.account_computed(request.accounted, sequence.num_computed)
+            if sequence.num_computed < len(sequence):
+                continue  # the cache has lost some of it: an ordinary step computes the rest
+            request.accepted_tokens += max(0, len(sequence) - tail.end)
+            chunk, own = goes_on(request, generation, tail)
+            chunks.append(chunk)
+            rows.extend(own)
+            requests[sequence.id] = request
+        masks = self._masks.start(chunks) if self._masks is not None else None
+        plan = StepPlan(chunks=tuple(chunks), masks=masks, carried=tuple(rows))
+        if chunks:
+            self._flights.append(_Flight(plan, requests))
+        return plan
 
     def reset(self) -> int:
         """Drop every page of every sequence and the whole cache: what a failed step may have left is not trusted."""
@@ -523,7 +572,7 @@ class Scheduler:
                 continue
             sequence = request.sequence
             length, num_pages = len(sequence), len(sequence.pages)
-            most = min(left, drafter.longest, self.config.context_len - length)
+            most = min(left, drafter.most_of_row, self.config.context_len - length)
             spare = self.paging.spare(-(-(length + most) // self.page_size) - num_pages)
             draft = drafter.draft(request, generation, min(most, (num_pages + spare) * self.page_size - length))
             if not draft.token_ids:

@@ -20,7 +20,7 @@ from itertools import takewhile
 from typing import NamedTuple, Protocol, TypeAlias
 
 from sgl.grammars.matcher import Matcher
-from sgl.lang.graph import Usage
+from sgl.lang.graph import Sampling, Usage
 from sgl.runtime.cache_key import CacheKey
 from sgl.runtime.page_table import PageTable
 from sgl.runtime.plan import RowResult, SampleSpec
@@ -109,6 +109,25 @@ class Sampled(Protocol):
     @property
     def num_left(self) -> int:
         """Most tokens that are still to come; 0 where drafts cannot be checked."""
+
+    @property
+    def output_ids(self) -> list[int]:
+        """The tokens so far."""
+
+    @property
+    def num_kept(self) -> int:
+        """Leading tokens of the output that stay in the state."""
+
+    @property
+    def matched(self) -> str | int | None:
+        """The stop or id that ended the output, if one did."""
+
+    @property
+    def sampling(self) -> Sampling:
+        """How tokens are drawn, and what ends them."""
+
+    def ends_with(self, token_id: int) -> bool:
+        """Whether a token would end the output, as far as the token alone tells."""
 
     def spec(self, drafts: abc.Sequence[int] = ()) -> SampleSpec:
         """How to draw the next token, or the one behind `drafts` if they turn out to be the next ones."""

@@ -13,11 +13,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from sgl.grammars.matcher import Matcher
+from sgl.grammars.matcher import StopReason
 from sgl.runtime.plan import SampleSpec, StepPlan
 from sgl.runtime.sequence import Request, Sampled
 from sgl.runtime.speculation.control import AdaptiveParams, AdaptiveSteps, StepCosts, Trust
-from sgl.runtime.speculation.proposer import Proposal, Proposer
+from sgl.runtime.speculation.proposer import NOTHING, Proposal, Proposer
+from sgl.runtime.speculation.text import Endings, Literals, node_of
 
 _MOST_LIKELY, _LEAST_LIKELY = 0.995, 0.01
 _OWN = 0.15
@@ -25,6 +26,8 @@ _OWN = 0.15
 _FADES = 0.98
 _PATIENCE, _PAUSE = 4, 16
 """Steps without a guess after which a row of overlapping steps goes on unasked, and for how many."""
+_LONGEST_LITERAL = 32
+"""Tokens of program text that are drafted behind a generation; a longer one is a prefill of its own."""
 _ROUNDS = 3
 """How often proposers are asked for one chain."""
 
@@ -64,7 +67,7 @@ class Drafter:
     """Makes and judges drafts.
 
     Attributes:
-        longest: drafts that a row may have now.
+        longest: drafts of a generation that a row may have now; `most_of_row`: those behind its end included.
 
     Args:
         proposers: asked in this order; the first that has something is heard.
@@ -87,7 +90,10 @@ class Drafter:
         self.trust = Trust()
         self._most = most
         self._most_of_step = most_of_step
+        self.most_of_row = most + _LONGEST_LITERAL
         self._steps = AdaptiveSteps(adaptive) if adaptive is not None else None
+        self._endings = Endings()
+        self._literals = Literals()
         self._memory: dict[int, _Memory] = {}  # by sequence
         self._num_rows = 1
         self.longest = most
@@ -139,33 +145,61 @@ class Drafter:
 
     def draft(self, request: Request, generation: Sampled, room: int) -> Draft:
         """The drafts of a row, at most `room`."""
-        room = min(room, self.longest, self._left, generation.num_left - 1)
-        if room <= 0 or self._bar >= 1:
+        room = min(room, self._left)
+        if room <= 0 or self._bar >= 1 or generation.num_left <= 0:
             return NO_DRAFT
         memory = self._memory.setdefault(request.sequence.id, _Memory())
-        chain = _Chain(generation.matcher, room, self._bar, self.trust, memory.better)
+        literal = self._literals.of(request)
+        longest = min(room, self.longest, generation.num_left - (not literal))
+        chain = _Chain(generation, longest, self._bar, self.trust, memory.better)
         try:
             for _ in range(_ROUNDS):
                 before = len(chain.token_ids)
-                for proposer in self.proposers:
-                    proposal = proposer.propose(request, chain.token_ids, chain.room)
-                    if proposal.token_ids:
-                        chain.extend(proposal)
-                        break
+                chain.extend(self._ask(request, chain.token_ids, chain.room))
                 if chain.is_over or len(chain.token_ids) == before:
                     break
+            ahead = self._beyond(request, chain, literal, room - len(chain.token_ids)) if literal else []
         finally:
             chain.rewind()
         memory.sent = chain.sent
-        if not chain.token_ids:
+        own = tuple(chain.token_ids)
+        if not own and not ahead:
             memory.better *= _FADES
             memory.num_empty += 1
             return NO_DRAFT
         memory.num_empty = 0
-        self._left -= len(chain.token_ids)
-        self._num_drafted += len(chain.token_ids)
-        token_ids = tuple(chain.token_ids)
-        return Draft(token_ids, tuple(generation.spec(token_ids[: i + 1]) for i in range(len(token_ids))))
+        self._left -= len(own) + len(ahead)
+        self._num_drafted += len(own) + len(ahead)
+        checks = tuple(generation.spec(own[: i + 1]) for i in range(min(len(own), generation.num_left - 1)))
+        return Draft((*own, *ahead), checks, max(0, len(ahead) - len(literal) + 1) if ahead else 0)
+
+    def _ask(self, request: Request, drafts: Sequence[int], room: int) -> Proposal:
+        """What the first proposer that has something says."""
+        for proposer in self.proposers if room > 0 else ():
+            proposal = proposer.propose(request, drafts, room)
+            if proposal.token_ids:
+                return proposal
+        return NOTHING
+
+    def _beyond(self, request: Request, chain: _Chain, literal: Sequence[int], room: int) -> list[int]:
+        """Drafts for what comes if the generation ends behind `chain`: the literal, and a guess of what follows it.
+
+        A literal saves a step if the end is there, and its tokens have to be computed then in any case; they are
+        computed for nothing if it is not.
+        """
+        if len(literal) > min(room, _LONGEST_LITERAL):
+            return []
+        chance = chain.chance_of_end(self._endings.chance(node_of(request), chain.length))
+        if chance <= (1 - chance) * self._bar * len(literal):
+            return []
+        ahead = [*literal]
+        proposal = self._ask(request, [*chain.token_ids, *ahead], min(room - len(ahead), self.longest))
+        for i, token_id in enumerate(proposal.token_ids):
+            chance *= self.trust.of(proposal.source, proposal.strength + i)
+            if chance <= self._bar:
+                break
+            ahead.append(token_id)
+        return ahead
 
     def verified(self, request: Request, num_accepted: int) -> None:
         """So many of the drafts that were sent last for a request were right."""
@@ -182,6 +216,10 @@ class Drafter:
     def ended(self, request: Request) -> None:
         """The request is over, or was put back."""
         self._memory.pop(request.sequence.id, None)
+        self._literals.forget(request)
+        generation = request.generation
+        if generation is not None and generation.finished and request.following is not None:
+            self._endings.add(node_of(request), generation.num_kept, ended=generation.matched is not None)
         for proposer in self.proposers:
             proposer.ended(request)
 
@@ -194,11 +232,13 @@ class Drafter:
 class _Chain:
     """Drafts of one row while they are made; goes along with the matcher, until `rewind`."""
 
-    def __init__(self, matcher: Matcher | None, most: int, bar: float, trust: Trust, better: float) -> None:
+    def __init__(self, generation: Sampled, most: int, bar: float, trust: Trust, better: float) -> None:
         self.token_ids: list[int] = []
         self.sent: list[_Sent] = []
         self.is_over = False
-        self._matcher = matcher
+        self._generation = generation
+        self._matcher = generation.matcher
+        self._end = 0.0  # the chance that the generation ends here, if a proposer or its limits say so
         self._most = most
         self._bar = bar
         self._trust = trust
@@ -221,12 +261,15 @@ class _Chain:
                 if not self._push(token, "forced", 0):
                     self.is_over = True
                     return
-            if forced:  # the proposal may go on otherwise
+            if forced or self.is_over:  # behind forced tokens the proposal may go on otherwise
                 return
 
     def _push(self, token_id: int, source: str, strength: int) -> bool:
         chance = self._trust.of(source, strength) + (self._better if source != "forced" else 0.0)
         chance = min(_MOST_LIKELY, max(_LEAST_LIKELY, chance))
+        if self._generation.ends_with(token_id) and not self._generation.sampling.no_stop_trim:
+            self._end = chance
+            return False
         if not self.room or self._chance * chance <= self._bar:
             return False
         if self._matcher is not None and not self._matcher.accept(token_id):
@@ -234,7 +277,24 @@ class _Chain:
         self._chance *= chance
         self.token_ids.append(token_id)
         self.sent.append(_Sent(source, strength, chance))
+        if len(self.token_ids) == self._generation.num_left or self._is_complete():
+            self._end = 1.0
+            self.is_over = True
         return True
+
+    def _is_complete(self) -> bool:
+        return self._matcher is not None and self._matcher.stop_reason() is not StopReason.NOT_STOPPED
+
+    @property
+    def length(self) -> int:
+        """Tokens of the output, with the drafts."""
+        return len(self._generation.output_ids) + len(self.token_ids)
+
+    def chance_of_end(self, usual: float) -> float:
+        """That the drafts are right and the generation ends behind them; `usual` is how often such ones do."""
+        if not self._end and self._matcher is not None and not self._matcher.is_complete():
+            return 0.0
+        return self._chance * max(self._end, usual)
 
     def rewind(self) -> None:
         """Bring the matcher back to where it was."""

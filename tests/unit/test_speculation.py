@@ -226,3 +226,52 @@ def test_nan_behind_a_draft_fails_only_where_it_counts() -> None:
         start(rig, 0, text(0, "row "), gen(1, n=6))
         rig.run()
         assert bool(rig.of(0, FailedEvent)) == fails
+
+
+def chain_of_gens(*sampling: dict[str, object]) -> list[Node]:
+    """Generations with literals between them, and one that begins right behind the last."""
+    nodes: list[Node] = []
+    for i, fields in enumerate(sampling):
+        nodes += [gen(2 * i + 1, name=f"x{i}", **fields), text(2 * i + 2, f" and {i}:")]
+    return [*nodes[:-1], gen(2 * len(sampling), n=4, name="last")]
+
+
+def test_a_chain_of_generations_and_literals_is_one_decode() -> None:
+    """Guesses go past the end of a generation, through the literal, into the next one, and on."""
+    nodes = chain_of_gens({"n": 5}, {"n": 4}, {"n": 3})
+    on, off = both(
+        *nodes, programs=1, num_pages=400, make=lambda: drafter(Oracle(0.0, most=12), most=12, most_of_step=60)
+    )
+    stats = on.core.stats
+    assert off.core.stats.forwards == 5 + 4 + 3 + 4
+    assert stats.accepted_tokens <= stats.drafted_tokens
+    assert stats.forwards == 6 if not Rig.overlaps else stats.forwards < 12
+    assert stats.prompt_tokens == stats.cached_tokens + stats.prefill_tokens
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_ends_of_every_kind_before_a_literal(page_size: int) -> None:
+    """Stop strings trimmed and kept, stop ids, limits; with seeds, penalties, log-probabilities."""
+    nodes = chain_of_gens(
+        {"n": 19, "stop": ("a", "b", "c", " ")},
+        {"n": 9, "stop": ("1", "2", "3", "4", "d"), "no_stop_trim": True},
+        {"n": 12, "stop_token_ids": tuple(range(60, 70))},
+        {"n": 7, "temperature": 1.0, "seed": 4, "return_logprob": True},
+        {"n": 15, "frequency_penalty": 0.7, "stop": (":", ";", "k")},
+        {"n": 5, "min_new_tokens": 3, "stop": tuple("efghijklmnop")},
+    )
+    make = lambda: drafter(Oracle(0.05, most=12), most=12, most_of_step=64)  # noqa: E731
+    on, _ = both(*nodes, page_size=page_size, num_pages=1200 // page_size, chunked_prefill_size=100, make=make)
+    assert 0 < on.core.stats.accepted_tokens <= on.core.stats.drafted_tokens
+
+
+def test_constraints_behind_literals() -> None:
+    node = Gen(
+        id=3,
+        name="c",
+        constraint=Regex(pattern="[a-z]{2,4}[0-9]"),
+        sampling=Sampling(max_new_tokens=9, temperature=0.0),
+    )
+    nodes = (gen(1, n=4), text(2, ' "name": "'), node, text(4, '", '), gen(5, n=3, name="z"))
+    on, _ = both(*nodes, num_pages=500, make=lambda: drafter(Oracle(0.0), most=12, most_of_step=64))
+    assert 0 < on.core.stats.accepted_tokens <= on.core.stats.drafted_tokens
