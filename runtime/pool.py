@@ -37,7 +37,9 @@ class PagePool:
         """Hand out `num_pages` pages; the caller has made sure that they are there."""
         if num_pages > len(self._free):
             raise InternalError(f"allocation of {num_pages} pages with {len(self._free)} free")
-        pages = [self._free.pop() for _ in range(num_pages)]
+        rest = len(self._free) - num_pages
+        pages = self._free[rest:][::-1]
+        del self._free[rest:]
         for page in pages:
             self._used[page] = 1
         return pages

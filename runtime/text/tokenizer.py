@@ -112,7 +112,8 @@ class Tokenizer:
         self.special_pattern = _alternation(self.special_tokens)
         self._strips_left = frozenset(token.content for token in specials.values() if token.lstrip)
         self._strips_right = frozenset(token.content for token in specials.values() if token.rstrip)
-        self._token_bytes = _TokenBytes(backend, {token_id: token.content for token_id, token in added.items()})
+        known = _TokenBytes(backend, {token_id: token.content for token_id, token in added.items()})
+        self._token_bytes: Callable[[int], bytes] = known.__getitem__
         self._special_ids = frozenset(specials)
         self._inner = _without_first_space(backend)
 
@@ -336,7 +337,7 @@ class Tokenizer:
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """Text of tokens; bytes that are not UTF-8 become U+FFFD."""
         read = self.token_bytes if skip_special_tokens else self._token_bytes
-        return b"".join(read(token_id) for token_id in ids).decode("utf-8", "replace")
+        return b"".join(map(read, ids)).decode("utf-8", "replace")
 
     def to_json(self) -> str:
         """The tokenizer in the `tokenizers` library's JSON form."""
@@ -370,7 +371,7 @@ def check_text(text: str, max_bytes: int) -> None:
         )
 
 
-class _TokenBytes:
+class _TokenBytes(dict[int, bytes]):
     """Bytes of each id, worked out on first use: byte-level characters, `<0x0A>` byte tokens, or plain text."""
 
     def __init__(self, backend: tokenizers.Tokenizer, added: dict[int, str]) -> None:
@@ -378,15 +379,12 @@ class _TokenBytes:
         kinds = {part.get("type") for part in shape.get("decoders", [shape])}
         self._to_bytes: Callable[[str], bytes] = _byte_level_bytes if "ByteLevel" in kinds else _plain_bytes
         self._backend = backend
-        self._known = {token_id: text.encode("utf-8") for token_id, text in added.items()}
+        super().__init__({token_id: text.encode("utf-8") for token_id, text in added.items()})
 
-    def __call__(self, token_id: int) -> bytes:
-        known = self._known.get(token_id)
-        if known is None:
-            text = self._backend.id_to_token(token_id) if token_id >= 0 else None
-            known = b"" if text is None else self._to_bytes(text)
-            self._known[token_id] = known
-        return known
+    def __missing__(self, token_id: int) -> bytes:
+        text = self._backend.id_to_token(token_id) if token_id >= 0 else None
+        found = self[token_id] = b"" if text is None else self._to_bytes(text)
+        return found
 
 
 def _byte_level_bytes(text: str) -> bytes:

@@ -69,6 +69,8 @@ class StepBench:
         >>> bench = StepBench({"model_path": "dummy", "num_threads": 1, "max_total_tokens": 256})
         >>> len(bench.decode(rows=2, context=8, steps=3).step_s)
         3
+        >>> bench.tokens(rows=2, context=8, new_tokens=4) == bench.tokens(rows=2, context=8, new_tokens=4)
+        True
     """
 
     def __init__(self, fields: Mapping[str, Any]) -> None:
@@ -103,6 +105,12 @@ class StepBench:
         """What `act` gives, called with a function that takes one decoding step; it may be called `steps` times."""
         with self._decoding(rows, context, steps):
             return act(self.core.step)
+
+    def tokens(self, *, rows: int, context: int, new_tokens: int) -> list[tuple[int, ...]]:
+        """What `rows` prompts go on with, greedily, decoded together."""
+        programs = [self._start(prompt, new_tokens) for prompt in self._taken(rows, context)]
+        values = self._finish(programs)
+        return [tuple(values[program].token_ids) for program in programs]
 
     def prefill(self, *, length: int, times: int) -> list[float]:
         """Seconds of each of `times` steps that compute a prompt of `length` new tokens as one chunk.
@@ -199,15 +207,16 @@ class StepBench:
         self.core.submit(number, Graph(nodes=(Tokens(id=0, token_ids=tuple(prompt)), gen)), finish=True)
         return number
 
-    def _finish(self, programs: Sequence[int]) -> None:
-        """Step until all of them have their value."""
+    def _finish(self, programs: Sequence[int]) -> dict[int, ValueEvent]:
+        """Step until all of them have their value; these."""
         for _ in range(_LONGEST):
             if all(program in self._values for program in programs):
                 break
             self.core.step()
         while self.core.step():
             pass
-        self._values.clear()
+        values, self._values = self._values, {}
+        return values
 
     def _emit(self, program: int, event: Event) -> None:
         if isinstance(event, FailedEvent) and event.error.code != Cancelled.code:
