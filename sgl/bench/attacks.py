@@ -43,9 +43,9 @@ class Target(msgspec.Struct, frozen=True):
     host: str
     port: int
 
-    async def connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """A new connection."""
-        return await asyncio.open_connection(self.host, self.port)
+    async def connect(self, limit: int = 2**16) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """A new connection, off which about `limit` bytes are taken before somebody reads them."""
+        return await asyncio.open_connection(self.host, self.port, limit=limit)
 
     async def raw(self, *pieces: bytes, pause_s: float = 0.0, wait: bool = True) -> bytes:
         """What is answered to these bytes, up to 64 KiB of it; nothing, where nobody waits for it."""
@@ -131,11 +131,10 @@ async def _slow_sender(target: Target) -> None:
 
 async def _slow_reader(target: Target) -> None:
     body = json.dumps({"prompt": "Hi", "max_tokens": 5000, "ignore_eos": True, "stream": True}).encode()
-    reader, writer = await target.connect()
+    reader, writer = await target.connect(1024)
     try:
         writer.write(head_of("/v1/completions", f"Content-Length: {len(body)}") + body)
-        await reader.readuntil(b"\n\n")
-        writer.transport.pause_reading()
+        await reader.read(16)
         await asyncio.sleep(HOLD_S)
     finally:
         writer.close()

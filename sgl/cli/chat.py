@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from sgl.lang.backend import Backend
 
 FENCE = '"""'
+DIM = "\x1b[2m{}\x1b[0m"
+"""How reasoning stands apart from the answer."""
 
 HELP = f"""\
 /system [TEXT]       show or set the system prompt; the turns stay
@@ -109,7 +111,8 @@ def answer(talk: Conversation, prompt: str) -> None:
         raise ConfigError("standard input is empty", hint="echo 'Why is the sky blue?' | sgl chat")
     with closing(talk.ask(prompt.strip())) as pieces:  # type: ignore[type-var]
         for piece in pieces:
-            _write(piece)
+            if not piece.is_reasoning:
+                _write(piece.text)
     _write("\n")
 
 
@@ -158,7 +161,7 @@ class Terminal:
         with closing(self._talk.ask(text)) as pieces:  # type: ignore[type-var]
             try:
                 for piece in pieces:
-                    _write(piece)
+                    _write(DIM.format(piece.text) if piece.is_reasoning else piece.text)
             except KeyboardInterrupt:
                 _write("\n")
                 say("stopped")

@@ -11,17 +11,20 @@ Fails with the program's `SglError`s; a turn that failed leaves no trace in the 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 import sgl
 from sgl.errors import InvalidParameter, SglError, StateLost
+from sgl.grammars.formats import message_parser, reasoning_format
+from sgl.grammars.formats.events import ContentDelta, Event, ReasoningDelta
 from sgl.lang.backend import Backend
 from sgl.lang.branches import Point
-from sgl.lang.defaults import sampling_defaults
+from sgl.lang.defaults import model_format, sampling_defaults
+from sgl.lang.expr import Expr
 from sgl.lang.graph import ProgramOptions
 from sgl.lang.interpreter import Program
 from sgl.lang.state import ProgramState
@@ -52,6 +55,13 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
         return self.prompt_tokens - self.cached_tokens
 
 
+class Piece(NamedTuple):
+    """A piece of an answer as it comes, or of the reasoning before it."""
+
+    text: str
+    is_reasoning: bool = False
+
+
 class Saved(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The file that a conversation is kept in."""
 
@@ -75,13 +85,15 @@ class Conversation:
 
     Example:
         >>> talk = Conversation(sgl.MockBackend(["Hello!"]))
-        >>> "".join(talk.ask("Hi")), talk.turns[0].user, talk.undo(), talk.turns
+        >>> "".join(piece.text for piece in talk.ask("Hi")), talk.turns[0].user, talk.undo(), talk.turns
         ('Hello!', 'Hi', True, [])
         >>> talk.close()
     """
 
     def __init__(self, backend: Backend, *, system: str = "") -> None:
         self._backend = backend
+        own = model_format(backend, "reasoning")
+        self._reasoning = reasoning_format(own) if own is not None else None
         self._system = system
         self.turns: list[Turn] = []
         self.settings: dict[str, Any] = {}
@@ -123,8 +135,10 @@ class Conversation:
         _check(self.settings, schema)
         self.schema = schema
 
-    def ask(self, text: str) -> Iterator[str]:
+    def ask(self, text: str) -> Iterator[Piece]:
         """The answer to `text`, as it comes. Leaving it before its end stops it; what came is kept as a turn.
+
+        What a model reasons is no part of its turn.
 
         Raises:
             SglError: it failed; the conversation is as it was.
@@ -134,15 +148,16 @@ class Conversation:
             for attempt in range(2):
                 try:
                     name = self._append(text)
-                    for piece in self._live().text_iter(name):
-                        pieces.append(piece)
+                    for piece in self._pieces(name):
+                        if not piece.is_reasoning:
+                            pieces.append(piece.text)
                         yield piece
                     break
                 except StateLost:  # its lease ended while nobody said anything
                     self._drop()
                     if attempt or pieces:
                         raise
-            info = self._live().get_meta_info(name)
+            answer, info = self._live()[name], self._live().get_meta_info(name)
         except SglError:
             self._drop()
             raise
@@ -154,7 +169,7 @@ class Conversation:
         self.turns.append(
             Turn(
                 user=text,
-                assistant="".join(pieces),
+                assistant=answer,
                 prompt_tokens=info["prompt_tokens"],
                 cached_tokens=info["cached_tokens"],
                 completion_tokens=info["completion_tokens"],
@@ -214,10 +229,29 @@ class Conversation:
         self._num_asked += 1
         name = f"answer_{self._num_asked}"
         point = state.mark()
+        answer: Expr = sgl.gen(name, **_arguments(self.settings, self.schema))
         state += sgl.user(text)
-        state += sgl.assistant(sgl.gen(name, **_arguments(self.settings, self.schema)))
+        state += sgl.assistant(answer if self._reasoning is None else sgl.separate_reasoning(answer))
         self._points.append(point)
         return name
+
+    def _pieces(self, name: str) -> Iterator[Piece]:
+        """An answer as it comes, with the reasoning told apart where the model has a form of it."""
+        state = self._live()
+        if self._reasoning is None:
+            yield from map(Piece, state.text_iter(name))
+            return
+        parser = message_parser(reasoning=self._reasoning)
+        seen = 0
+        for event in state.events():
+            if event.name != name:
+                continue
+            if event.kind == "delta":
+                seen += len(event.text)
+                yield from _told(parser.feed(event.text))
+            elif event.kind == "value":
+                yield from _told([*parser.feed(event.text[seen:]), *parser.close()])
+                return
 
     def _begin(self) -> None:
         options = ProgramOptions(name="chat", stream=True, want_text=False)
@@ -239,6 +273,12 @@ class Conversation:
         if self._state is not None:
             self._state.cancel()
         self._state, self._points = None, []
+
+
+def _told(events: Iterable[Event]) -> Iterator[Piece]:
+    for event in events:
+        if isinstance(event, (ContentDelta, ReasoningDelta)):
+            yield Piece(event.text, isinstance(event, ReasoningDelta))
 
 
 def _arguments(settings: Mapping[str, Any], schema: Any) -> dict[str, Any]:

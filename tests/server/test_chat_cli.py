@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 from support.serving import serving
@@ -32,7 +32,7 @@ EXACT = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}
 
 
 def said(talk: Conversation, text: str) -> str:
-    return "".join(talk.ask(text))
+    return "".join(piece.text for piece in talk.ask(text) if not piece.is_reasoning)
 
 
 @pytest.fixture
@@ -79,7 +79,7 @@ def test_a_stopped_answer_is_kept_and_the_chat_goes_on(talk: Conversation) -> No
     pieces = talk.ask("Count.")
     begun = next(pieces)
     pieces.close()  # type: ignore[attr-defined]
-    assert (talk.turns[0].finish, talk.turns[0].assistant) == ("stopped", begun)
+    assert (talk.turns[0].finish, talk.turns[0].assistant) == ("stopped", begun.text)
     talk.set("max_tokens", 4)
     said(talk, "Go on.")
     assert talk.turns[1].cached_tokens > len("Be brief.Count.")
@@ -109,6 +109,22 @@ def test_a_conversation_is_saved_and_loaded(talk: Conversation, dummy_engine: En
         with pytest.raises(InvalidParameter, match="no saved chat"):
             other.load(tmp_path / "chat.json")
         assert len(other.turns) == 3
+
+
+class Reasoner(sgl.MockBackend):
+    """A model that has a form of reasoning."""
+
+    def server_info(self) -> dict[str, Any]:
+        return {**super().server_info(), "formats": {"reasoning": "qwen3"}}
+
+
+def test_reasoning_is_told_apart_and_no_part_of_the_turn() -> None:
+    with closing(Conversation(Reasoner(["<think>Two twos.</think>4", "5"]))) as talk:
+        pieces = list(talk.ask("2 + 2?"))
+        assert "".join(piece.text for piece in pieces if piece.is_reasoning) == "Two twos."
+        assert "".join(piece.text for piece in pieces if not piece.is_reasoning) == "4"
+        assert said(talk, "And one more?") == "5"
+        assert [turn.assistant for turn in talk.turns] == ["4", "5"]
 
 
 @pytest.mark.parametrize(("name", "value"), [("temprature", 1), ("temperature", "hot"), ("top_p", 2), ("n", 2)])
@@ -290,7 +306,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_chat(url: str, dummy_engine: Engine
         tty.type("/set max_tokens=2\n")
         tty.until("max_tokens=2.*> ")
         tty.type("Again.\n")
-        tty.until("max_tokens=.* raises it")
+        tty.until(r"max_tokens=.* raises it\)\r\n> ")
         tty.type("\x04")
         tty.process.wait(WAIT_S)
         assert tty.process.returncode == 0

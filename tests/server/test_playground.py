@@ -149,6 +149,22 @@ def test_a_generation_is_stopped_and_the_chat_goes_on(shown: Page) -> None:
 
 
 @needs_browser
+def test_reasoning_stands_apart(tab: Page, dummy_engine: Engine) -> None:
+    with serving(dummy_engine, reasoning_parser="deepseek-r1") as served:  # whose reasoning needs no opening
+        tab.complaints.clear()
+        tab.open(served.url)
+        tab.click("#chat summary")
+        tab.fill("#chat-max-tokens", "30")
+        tab.fill("#chat-input", "Why?")
+        tab.press("Enter", 13)
+        assert "generated" in done(tab, "#chat-status")
+        assert tab.text("#chat-log .assistant details .body") != ""
+        assert tab.text("#chat-log .assistant > .body") == ""
+        assert tab.complaints == []
+        tab.call("Page.navigate", url="about:blank")
+
+
+@needs_browser
 def test_program(shown: Page, pictures: Path) -> None:
     shown.click("#tab-program")
     shown.fill("#program-bindings [data-name=essay]", "Tea <b>is</b> good.")
@@ -202,7 +218,10 @@ def test_every_example_runs(tab: Page, url: str) -> None:
         tab.choose("#program-example", str(index))
         tab.click("#program-run")
         assert done(tab, "#program-status").startswith("done"), index
-    tab.fill("#program-bindings textarea", "x")
+    tab.fill("#program-bindings textarea", "x" * 20_000)
+    tab.click("#program-run")
+    assert "context" in done(tab, "#program-status")
+    assert tab.value("document.querySelector('#program-status').classList.contains('error')")
     tab.value("document.querySelector('#program-graph').value = '{'")
     tab.click("#program-run")
     assert "no JSON" in done(tab, "#program-status")
