@@ -125,6 +125,10 @@ class ModelState:
         self.ids.extend(ids)
         self._transcript.add_generated(self._tokenizer.decode(ids, skip_special_tokens=False), len(ids))
 
+    def take_turns(self, turns: Sequence[Mapping[str, str]]) -> None:
+        """Begin an empty state with whole turns (see `Transcript.take_turns`)."""
+        self._transcript.take_turns(turns)
+
     def begin(self, role: str) -> None:
         """Begin a chat turn."""
         self._transcript.begin(role)

@@ -229,6 +229,18 @@ class Transcript:
 
     # --- turns ------------------------------------------------------------------------------------------------------
 
+    def take_turns(self, turns: Sequence[Mapping[str, str]]) -> None:
+        """Begin a conversation with whole turns, `{"role": ..., "content": ...}`, which the next `begin` writes too.
+
+        One rendering for all of them, where to begin and end each is one rendering or more of all before it.
+
+        Raises:
+            InternalError: something was written already.
+        """
+        if self._last is not None or self._pending or self._messages or self.role is not None:
+            raise InternalError("whole turns are taken by an empty transcript alone")
+        self._messages = tuple(turns)
+
     def begin(self, role: str) -> None:
         """Begin a turn: what the template writes before its content becomes pending.
 

@@ -208,7 +208,7 @@ def _part(block: TextBlock | ImageBlock, where: str) -> Part:
 
 def _result(block: ToolResultBlock, where: str) -> Message:
     given = block.content
-    parts = [_part(each, where) for each in given] if isinstance(given, list) else [TextPart(given or "")]
+    parts: list[Part] = [_part(each, where) for each in given] if isinstance(given, list) else [TextPart(given or "")]
     if block.is_error:
         parts = [TextPart("error: "), *parts]
     return Message(role="tool", content=parts, tool_call_id=block.tool_use_id)

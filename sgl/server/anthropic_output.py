@@ -67,8 +67,8 @@ class MessageWriter:
                 return {"type": "content_block_start", "index": len(content) - 1, "content_block": content[-1]}
             case BlockGrows(text=text):
                 self._texts.append(text)
-                kind, field = _DELTAS[content[-1]["type"]]
-                return {"type": "content_block_delta", "index": len(content) - 1, "delta": {"type": kind, field: text}}
+                delta, field = _DELTAS[content[-1]["type"]]
+                return {"type": "content_block_delta", "index": len(content) - 1, "delta": {"type": delta, field: text}}
             case BlockEnds():
                 _fill(content[-1], "".join(self._texts))
                 return {"type": "content_block_stop", "index": len(content) - 1}

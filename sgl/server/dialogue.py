@@ -52,6 +52,7 @@ from sgl.lang.graph import (
     Sampling,
     Text,
     TokenLogprob,
+    Tokens,
     ValueEvent,
     lower_samples,
 )
@@ -61,6 +62,9 @@ from sgl.server.openai.prompts import ChatPrompt
 from sgl.server.openai.sampling import constraint_in, sampling_of
 from sgl.server.openai.types import ChatRequest
 from sgl.server.running import Running
+
+MANY_TURNS = 32
+"""Turns up to which a prompt is the engine's to render."""
 
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
 
@@ -119,13 +123,6 @@ async def planned(call: Call, body: ChatRequest, *, name: str = "chat", places: 
     told = tools if choice.mode != "none" else ()
     prompt = ChatPrompt(fmt, fmt.tool_prompt(told).system if told else "")
     _write(prompt, body, places)
-    gen = Gen(
-        id=prompt.next_id,
-        name="answer",
-        sampling=sampling,
-        constraint=_constraint(body, fmt, tools, choice, parallel),
-        reasoning=reasoning.name if reasoning is not None else None,
-    )
     options = ProgramOptions(
         name=name,
         stream=body.stream,
@@ -135,10 +132,18 @@ async def planned(call: Call, body: ChatRequest, *, name: str = "chat", places: 
         cache_salt=call.salt(body.cache_salt),
         chat_template_kwargs=_template_kwargs(body),
     )
+    nodes = await _settled(server, prompt.nodes, options, sampling)
+    gen = Gen(
+        id=len(nodes),
+        name="answer",
+        sampling=sampling,
+        constraint=_constraint(body, fmt, tools, choice, parallel),
+        reasoning=reasoning.name if reasoning is not None else None,
+    )
     samples = [gen] if sampling.n == 1 else lower_samples(gen, range(1, sampling.n + 1))
     shown = reasoning if body.separate_reasoning and body.include_reasoning is not False else None
     return Plan(
-        graph=Graph(nodes=(*prompt.nodes, *samples)),
+        graph=Graph(nodes=(*nodes, *samples)),
         options=options,
         sampling=sampling,
         tools=told,
@@ -167,7 +172,7 @@ async def count_tokens(server: Server, plan: Plan) -> int:
         Unsupported: it has something besides text.
     """
     renderer = await server.renderer()
-    return await asyncio.to_thread(_count, renderer, plan.graph.nodes, plan.options)
+    return len(await asyncio.to_thread(_ids, renderer, plan.graph.nodes, plan.options))
 
 
 # --- prompts --------------------------------------------------------------------------------------------------------
@@ -183,6 +188,17 @@ def _write(prompt: ChatPrompt, body: ChatRequest, places: Sequence[str]) -> None
     prompt.add(body.messages, open_last=body.continue_final_message, places=places)
     if not body.continue_final_message and body.add_generation_prompt:
         prompt.begin_answer()
+
+
+async def _settled(
+    server: Server, nodes: Sequence[Node], options: ProgramOptions, sampling: Sampling
+) -> Sequence[Node]:
+    """The same prompt; of many turns as tokens, made here: the engine's loop renders all of it again at each turn."""
+    num_turns = sum(isinstance(node, Role) and node.begin for node in nodes)
+    if num_turns <= MANY_TURNS or sampling.token_healing or any(isinstance(node, Media) for node in nodes):
+        return nodes
+    ids = await asyncio.to_thread(_ids, await server.renderer(), nodes, options)
+    return [Tokens(id=0, token_ids=tuple(ids))]
 
 
 def _template_kwargs(body: ChatRequest) -> dict[str, Any]:
@@ -207,16 +223,9 @@ def _constraint(
     asked = constraint_in(body)
     if not tools:
         return asked
-    calls = fmt.constraint(tools, choice, parallel=parallel)
-    if asked is None:
-        return calls
-    if choice.mode == "required":
-        raise InvalidParameter(
-            "response_format and a tool_choice that wants a call are both given; one must go",
-            hint="set tool_choice to auto or none",
-            param="response_format",
-        )
-    return asked
+    if asked is not None and choice.mode != "required":
+        return asked
+    return fmt.constraint(tools, choice, parallel=parallel)  # a format is for an answer, not for a call that is wanted
 
 
 async def _opening(server: Server, options: ProgramOptions, nodes: Sequence[Node]) -> str:
@@ -246,23 +255,40 @@ def _generation_prompt(renderer: ModelRenderer, kwargs: bytes) -> str:
     return state.text[before:]
 
 
-def _count(renderer: ModelRenderer, nodes: Sequence[Node], options: ProgramOptions) -> int:
-    state = renderer.state(options.now, options.chat_template_kwargs)
+def _ids(renderer: ModelRenderer, nodes: Sequence[Node], options: ProgramOptions) -> list[int]:
+    """The prompt's tokens, in time linear in it.
+
+    Raises:
+        Unsupported: it has something besides text.
+    """
+    turns: list[dict[str, str]] = []
+    role, content = "", ""
     for node in nodes:
         match node:
-            case Role(role=role, begin=begin):
-                if begin:
-                    state.begin(role)
-                else:
-                    state.end()
+            case Tokens(token_ids=ids):
+                return list(ids)
+            case Role(begin=True):
+                role, content = node.role, ""
+            case Role():
+                turns.append({"role": role, "content": content})
+                role = ""
             case Text(segments=segments):
-                state.add_text("".join(segment.text for segment in segments if isinstance(segment, LiteralText)))
+                content += "".join(segment.text for segment in segments if isinstance(segment, LiteralText))
             case Media(kind=kind):
                 raise Unsupported(f"tokens of a prompt with an {kind} are not counted", hint="leave it out")
             case _:
                 break
+    state = renderer.state(options.now, options.chat_template_kwargs)
+    is_open = bool(role)
+    if not is_open:
+        role, content = turns[-1]["role"], turns.pop()["content"]
+    state.take_turns(turns)
+    state.begin(role)
+    state.add_text(content)
+    if not is_open:
+        state.end()
     state.flush()
-    return len(state.ids)
+    return state.ids
 
 
 # --- answers --------------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ import pytest
 from support.serving import Served, serving
 
 from sgl.runtime.engine import Engine
+from sgl.server.dialogue import MANY_TURNS
 
 GREEDY = {"temperature": 0.0, "max_tokens": 8}
 TOOL = {
@@ -76,6 +77,26 @@ def test_chat_says_what_the_engine_says(client: openai.OpenAI, dummy_engine: Eng
     assert answer.choices[0].message.content == expected["text"]
     assert answer.usage.prompt_tokens == expected["meta_info"]["prompt_tokens"]
     assert answer.usage.completion_tokens == len(expected["output_ids"])
+
+
+def test_many_turns_are_the_same_prompt(client: openai.OpenAI, dummy_engine: Engine) -> None:
+    turns = [("user", "a <|im_end|>"), ("assistant", " b ")] * MANY_TURNS + [("user", "c")]
+    messages = [{"role": role, "content": content} for role, content in turns]
+    answer = chat(client, messages)
+    state = dummy_engine.renderer().state()
+    for role, content in turns:
+        state.begin(role)
+        state.add_text(content)
+        state.end()
+    begun = state.copy()
+    state.begin("assistant")
+    state.flush()
+    expected = dummy_engine.generate(input_ids=state.ids, sampling_params={"temperature": 0, "max_new_tokens": 8})
+    assert answer.choices[0].message.content == expected["text"]
+    assert answer.usage.prompt_tokens == len(state.ids)
+    begun.flush()
+    ends = chat(client, messages, extra_body={"add_generation_prompt": False})
+    assert ends.usage.prompt_tokens == len(begun.ids)
 
 
 def test_a_stream_adds_up_to_the_whole(client: openai.OpenAI) -> None:
@@ -143,6 +164,13 @@ def test_a_tool_call_and_its_result(client: openai.OpenAI, choice: Any) -> None:
     said = {"role": "assistant", "content": None, "tool_calls": [call.model_dump()]}
     result = {"role": "tool", "tool_call_id": call.id, "content": "rain"}
     assert chat(client, [*USER, said, result], tools=[TOOL], tool_choice="none").choices[0].finish_reason
+
+
+def test_a_format_is_for_the_answer_and_not_for_the_call_that_is_wanted(client: openai.OpenAI) -> None:
+    wanted = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"enum": [1, 22]}}}
+    asked = {"tools": [TOOL], "response_format": wanted, "max_tokens": 200}
+    assert chat(client, tool_choice="required", **asked).choices[0].message.tool_calls
+    assert json.loads(chat(client, tool_choice="none", **asked).choices[0].message.content) in (1, 22)
 
 
 def test_tools_are_told_and_none_keeps_them_from_being_called(client: openai.OpenAI) -> None:

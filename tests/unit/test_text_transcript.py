@@ -299,3 +299,36 @@ def test_reopen_gives_back_the_last_text_and_nothing_else() -> None:
     assert transcript.num_tokens == 3, "the other branch keeps its own"
     transcript.add_generated("x", 1)
     assert transcript.reopen() == 0, "a generation's ids are the truth"
+
+
+TURNS = [
+    ("system", "S "),
+    ("user", " Hi"),
+    ("assistant", "<think>x</think> A "),
+    ("user", "B <|im_end|>"),
+    ("assistant", " C"),
+]
+
+
+@pytest.mark.parametrize("source", [PLAIN, TRIMMING, REASONING, MERGING])
+@pytest.mark.parametrize("add_bos", [False, True])
+@pytest.mark.parametrize("size", range(1, len(TURNS)))
+def test_whole_turns_are_the_same_as_one_by_one(source: str, add_bos: bool, size: int) -> None:
+    tokenizer = toy(source, add_bos)
+    turns, (role, content) = TURNS[:size], TURNS[size]
+    each, whole = Transcript(tokenizer), Transcript(tokenizer)
+    for name, text in turns:
+        each.begin(name)
+        each.add_text(text)
+        each.end()
+    whole.take_turns([{"role": name, "content": text} for name, text in turns])
+    for transcript in (each, whole):
+        transcript.begin(role)
+        transcript.add_text(content)
+    assert whole.text == each.text
+    for transcript in (each, whole):
+        transcript.end()
+    assert whole.messages == each.messages
+    assert whole.flush() == each.flush()
+    with pytest.raises(InternalError):
+        whole.take_turns([])

@@ -159,8 +159,8 @@ class _Turns:
                 last = self.messages[-1]
                 last.tool_calls = [*(last.tool_calls or ()), call]
             case OutputItem():
-                content = _content(item.output, f"{place}.output")
-                self.add(Message(role="tool", content=content, tool_call_id=item.call_id, name=item.name), place)
+                output = _content(item.output, f"{place}.output")
+                self.add(Message(role="tool", content=output, tool_call_id=item.call_id, name=item.name), place)
             case ReasoningItem():
                 pass
 
