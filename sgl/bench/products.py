@@ -16,6 +16,7 @@ from sgl.bench.ceilings import device_seconds
 
 _RESIDENT = 2**30
 """Bytes of weights that take turns."""
+_DEVICE = "cuda"
 
 
 class Shape(msgspec.Struct, frozen=True):
@@ -98,10 +99,10 @@ class _Product:
 
         self._shape = shape
         count = max(2, _RESIDENT // shape.weight_bytes)
-        drawn = torch.randn(shape.outputs, shape.inputs, device="cuda") * shape.inputs**-0.5
+        drawn = torch.randn(shape.outputs, shape.inputs, device=_DEVICE) * shape.inputs**-0.5
         self._weights = [drawn.roll(index, dims=0).bfloat16() for index in range(count)]
-        self._x = torch.randn(shape.rows, shape.inputs, device="cuda").bfloat16()
-        self._residual = torch.randn(shape.rows, _n(shape), device="cuda").bfloat16() if shape.residual else None
+        self._x = torch.randn(shape.rows, shape.inputs, device=_DEVICE).bfloat16()
+        self._residual = torch.randn(shape.rows, _n(shape), device=_DEVICE).bfloat16() if shape.residual else None
 
     def rate(self, way: str, tile: object, *, in_use: bool = False) -> ProductRate:
         """Of the kernel of this project."""
