@@ -56,7 +56,7 @@ def _fetch(places, inside):
     tl.inline_asm_elementwise(
         "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.b32 $0, 0; }",
         "=r,l,r",
-        [places, inside.to(tl.int32)],
+        [places.to(tl.int64), inside.to(tl.int32)],
         dtype=tl.int32,
         is_pure=False,
         pack=1,
