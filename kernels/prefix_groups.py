@@ -64,6 +64,7 @@ class Cascade:
         items: `[N, 6]`, where the item's rows begin in `rows`, how many they are, the row whose pages are read, first
             and last key, and where its parts go. One without rows is there to fill up.
         num_parts: parts of all items.
+        num_saved: keys that rows need not read for themselves.
     """
 
     shared: Ids
@@ -71,6 +72,7 @@ class Cascade:
     rows: Ids
     items: Ids
     num_parts: int
+    num_saved: int
 
     @property
     def arrays(self) -> tuple[Ids, Ids, Ids, Ids]:
@@ -114,6 +116,7 @@ class Cascade:
             rows=np.array(rows, dtype=np.int32),
             items=np.array(items, dtype=np.int32).reshape(-1, 6),
             num_parts=num_parts,
+            num_saved=sum(group.saved for group in groups),
         )
 
 

@@ -97,6 +97,8 @@ class GpuSteps:
         self._clock = clock
         keys = cache.layer(0)[0]
         self._num_kv_heads = keys.shape[1]
+        self.saved_tokens = 0
+        """Keys that rows did not read because another row of their step did, in each layer."""
         self.sharing: SharedReading | None = None
         if num_heads is not None:
             self.sharing = SharedReading(
@@ -156,6 +158,8 @@ class GpuSteps:
         graph = None
         if placed is not None and (drawn is None or len(drawn) <= len(self._drawn)):
             graph = self._graph(plan, host, cascade)
+        if cascade is not None and (graph is None or graph.reads_together):
+            self.saved_tokens += cascade.num_saved
         if graph is None or placed is None:
             return self._eager(plan, token_ids, sources, host, placed, cascade, drawn)
         if drawn is not None:
@@ -204,6 +208,7 @@ class GpuSteps:
             num_splits=num_splits(len(host.single_rows), self._num_kv_heads),
             page_size=self._cache.page_size,
             cascade=None if cascade is None else DeviceCascade(*attention[len(names) :], num_parts=cascade.num_parts),
+            most_queries=host.most_queries,
         )
         logits = self._model(_batch(ids, rows, paged), self._cache)
         self._clock.mark()
@@ -305,6 +310,11 @@ class _DecodeGraph:
         )
         self._graph: Any = None  # until `capture`
         self._logits = torch.empty(0)
+
+    @property
+    def reads_together(self) -> bool:
+        """Whether it was recorded for rows that read together what they have in common."""
+        return self._together is not None
 
     def capture(self, pool: Any) -> Any:
         """Run the step once, so that its kernels are compiled, then record it. Graphs share `pool`, one at a time."""

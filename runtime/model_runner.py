@@ -186,8 +186,7 @@ class ModelRunner:
     @property
     def shared_prefix_tokens(self) -> int:
         """See `Stats.shared_prefix_tokens`."""
-        sharing = None if self._gpu_steps is None else self._gpu_steps.sharing
-        return 0 if sharing is None else sharing.saved_tokens
+        return 0 if self._gpu_steps is None else self._gpu_steps.saved_tokens
 
     @torch.inference_mode()
     def capture(self, rows: Sequence[int]) -> None:

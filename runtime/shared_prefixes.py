@@ -131,8 +131,6 @@ class SharedReading:
         self._groups: tuple[PrefixGroup, ...] = ()
         self._cascade: Cascade | None = None
         self._lasted = 0
-        self.saved_tokens = 0
-        """Keys that rows need not have read for themselves, of all steps; in each layer."""
 
     def of(self, tables: Sequence[Pages]) -> Cascade | None:
         """For the rows of one token of a step, by the pages that each reads; `None` when reading together saves too
@@ -142,7 +140,6 @@ class SharedReading:
             self._groups = groups
             self._cascade = Cascade.of(groups, len(tables), self.rows_per_tile, self._num_kv_heads) if groups else None
         self._lasted = self._lasted + 1 if groups else 0
-        self.saved_tokens += sum(group.saved for group in groups)
         return self._cascade
 
     @property

@@ -1,8 +1,9 @@
-"""Paged attention in Triton: the step's plan as a few arrays on the device, and the kernels that read it.
+"""Paged attention in Triton: the step's plan as a few arrays on the device, and what is launched for it.
 
-Owns `PagedPlan` and the attention of every token of a step over its sequence's pages. Chunks of one token (decode) are
-split along their context, so that few sequences still fill the device, and merged by a second kernel; longer chunks run
-in blocks of queries, those with most keys first. What rows of one token have in common at the beginning
+Owns `PagedPlan` and the attention of every token of a step over its sequence's pages (`paged.py` has the kernels).
+Chunks of one token (decode) are split along their context, so that few sequences still fill the device, and merged by a
+second kernel; so are chunks of a few tokens (verification) when there are no longer ones; these run in blocks of
+queries, those with most keys first. What rows of one token have in common at the beginning
 (`sgl.kernels.prefix_groups`) is read once for all of them by a kernel of its own, before the rows' own keys, and joined
 with these. Same contract as `sgl.kernels.attention`: keys and values of the whole step are written before any is read,
 slots beyond a sequence's end are never read, and the last tokens of a chunk may be a tree.
@@ -22,15 +23,24 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import triton
-import triton.language as tl
 
 from sgl.kernels.attention import Ancestors, chunk_positions, seen_in_tree
 from sgl.kernels.prefix_groups import TILE_QUERIES, Cascade, PrefixGroup
 from sgl.kernels.triton.chaining import chained
+from sgl.kernels.triton.paged import (
+    attend_blocks,
+    attend_groups,
+    attend_runs,
+    attend_singles,
+    merge_runs,
+    merge_splits,
+)
 
 _PROGRAMS = 528
 """Programs that fill a large device: four for each of 132 multiprocessors."""
 _MAX_SPLITS = 128
+_MERGED = 16
+"""Partial results that are put together at a time."""
 _LOG2_E = 1.4426950408889634
 _NO_TREE = 2**31 - 1
 
@@ -47,6 +57,10 @@ class Tile(NamedTuple):
 DECODE = Tile(16, 64, 4, 3)
 """Of rows of one token; queries are the heads that share a key head, at least."""
 PREFILL = Tile(64, 64, 4, 3)
+RUN = Tile(16, 64, 4, 3)
+"""Of chunks of few tokens; queries are heads times tokens, at least."""
+MOST_OF_RUN = 64
+"""Queries, heads times tokens, up to which a chunk is one of few tokens."""
 SHARED = Tile(TILE_QUERIES, 64, 8, 3)
 """Of the prefix of a group; queries are heads times rows."""
 
@@ -90,6 +104,8 @@ class PagedPlan:
     """What single rows have in common; `None` when nothing is read together."""
     prefill: Tile = PREFILL
     """Of which `blocks` were made."""
+    most_queries: int = PREFILL.queries
+    """Queries of a block at most, where that is known to be less."""
 
 
 @dataclass(frozen=True)
@@ -171,6 +187,11 @@ class HostPlan:
         self.blocks = blocks[np.argsort(-blocks[:, 2], kind="stable")]
         self.positions = positions_T
 
+    @property
+    def most_queries(self) -> int:
+        """Of a block."""
+        return int(self.blocks[:, 1].max(initial=0))
+
 
 def _before(counts: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
     """How many come before each."""
@@ -239,353 +260,8 @@ def plan_attention(
         trees=None if trees is None or not len(trees) else torch.from_numpy(trees).to(device),
         cascade=cascade,
         prefill=prefill,
+        most_queries=host.most_queries,
     )
-
-
-# How much of a block of keys each query sees.
-_ALL = tl.constexpr(0)
-_INSIDE = tl.constexpr(1)
-_CAUSAL = tl.constexpr(2)
-_TREE = tl.constexpr(3)
-
-
-@triton.jit
-def _attend(
-    query_MD,
-    mixed,
-    largest,
-    total,
-    keys,
-    values,
-    pages,
-    begin,
-    end,
-    stride_slot,
-    scale,
-    last_M,
-    tree,
-    low_M,
-    high_M,
-    SEES: tl.constexpr,
-    PAGE: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_KEYS: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """Look at keys `begin .. end` of one head too: all of them (whole blocks), those up to `end`, of these each row `m`
-    up to place `last_M`, or of these behind `tree` those of its bits.
-
-    Returns the weighted values (not divided), the largest score (base 2) and the sum of weights, as they come in.
-    """
-    ids_d = tl.arange(0, D)
-    for first in range(begin, end, BLOCK_KEYS):
-        places = first + tl.arange(0, BLOCK_KEYS)
-        if SEES == _ALL:
-            page = tl.load(pages + places // PAGE)
-            slot = page.to(tl.int64) * PAGE + places % PAGE
-            where = slot[:, None] * stride_slot + ids_d[None, :]
-            key = tl.load(keys + where)
-            value = tl.load(values + where)
-        else:
-            inside = places < end
-            page = tl.load(pages + places // PAGE, mask=inside, other=0)
-            slot = page.to(tl.int64) * PAGE + places % PAGE
-            where = slot[:, None] * stride_slot + ids_d[None, :]
-            key = tl.load(keys + where, mask=inside[:, None], other=0.0)
-            value = tl.load(values + where, mask=inside[:, None], other=0.0)
-        scores = tl.dot(query_MD, tl.trans(key), input_precision=PRECISION)
-        if SEES == _INSIDE:
-            scores = tl.where(inside[None, :], scores, float("-inf"))
-        elif SEES != _ALL:
-            visible = inside[None, :] & (places[None, :] <= last_M[:, None])
-            if SEES == _TREE:
-                bit = (places - tree)[None, :]
-                bits = tl.where(bit < 32, low_M[:, None], high_M[:, None])
-                visible = visible & ((bit < 0) | (((bits >> (bit & 31)) & 1) == 1))
-            scores = tl.where(visible, scores, float("-inf"))
-        now = tl.maximum(largest, tl.max(scores, axis=1) * scale)
-        known = now
-        if SEES != _ALL:
-            known = tl.where(now == float("-inf"), 0.0, now)
-        weights = tl.exp2(scores * scale - known[:, None])
-        shrink = tl.exp2(largest - known)
-        total = total * shrink + tl.sum(weights, axis=1)
-        mixed = tl.dot(weights.to(value.dtype), value, mixed * shrink[:, None], input_precision=PRECISION)
-        largest = now
-    return mixed, largest, total
-
-
-@triton.jit
-def _join(mixed, largest, total, partial, sums, part, more, ids_d, D: tl.constexpr):
-    """Put the partial results `part` (`[M]`) beside what there is, for rows that have `more`."""
-    top = tl.load(sums + part * 2, mask=more, other=float("-inf"))
-    weight = tl.load(sums + part * 2 + 1, mask=more, other=0.0)
-    other = tl.load(partial + part[:, None].to(tl.int64) * D + ids_d[None, :], mask=more[:, None], other=0.0)
-    now = tl.maximum(largest, top)
-    known = tl.where(now == float("-inf"), 0.0, now)
-    fade = tl.exp2(largest - known)
-    share = tl.exp2(top - known)
-    return mixed * fade[:, None] + other * share[:, None], now, total * fade + weight * share
-
-
-@triton.jit
-def _singles(
-    query,
-    keys,
-    values,
-    out,
-    partial,
-    sums,
-    rows,
-    row_pages,
-    row_lengths,
-    pages,
-    row_shared,
-    row_parts,
-    shared_partial,
-    shared_sums,
-    stride_slot,
-    scale,
-    H: tl.constexpr,
-    G: tl.constexpr,
-    D: tl.constexpr,
-    PAGE: tl.constexpr,
-    SPLITS: tl.constexpr,
-    SHARED: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-    BLOCK_KEYS: tl.constexpr,
-    PRECISION: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """One part of what one row reads by itself, for the query heads that share a key head; joined with what its group
-    reads, when it is not in parts."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        # The kernel of the groups had waited for everything before it when this one was launched.
-        if not SHARED:
-            tl.extra.cuda.gdc_wait()
-    b = tl.program_id(0)
-    head = tl.program_id(1)
-    split = tl.program_id(2)
-    length = tl.load(row_lengths + b)
-    first = 0
-    if SHARED:
-        first = tl.load(row_shared + b)
-    share = tl.cdiv(tl.cdiv(length - first, SPLITS), BLOCK_KEYS) * BLOCK_KEYS
-    begin = first + split * share
-    end = tl.minimum(begin + share, length)
-    ids_g = tl.arange(0, BLOCK_G)
-    ids_d = tl.arange(0, D)
-    row = tl.load(rows + b).to(tl.int64)
-    heads = (row * H + head * G + ids_g)[:, None] * D + ids_d[None, :]
-    is_head = ids_g < G
-    query_GD = tl.load(query + heads, mask=is_head[:, None], other=0.0)
-    largest = tl.full((BLOCK_G,), float("-inf"), dtype=tl.float32)
-    total = tl.zeros((BLOCK_G,), dtype=tl.float32)
-    mixed = tl.zeros((BLOCK_G, D), dtype=tl.float32)
-    mixed, largest, total = _attend(
-        query_GD, mixed, largest, total, keys + head * D, values + head * D, pages + tl.load(row_pages + b), begin, end,
-        stride_slot, scale, ids_g, 0, ids_g, ids_g, _INSIDE, PAGE, D, BLOCK_KEYS, PRECISION,
-    )  # fmt: skip
-    if PDL and SHARED:
-        tl.extra.cuda.gdc_wait()
-    if SPLITS == 1:
-        if SHARED:
-            part = tl.load(row_parts + b * 3)
-            stride = tl.load(row_parts + b * 3 + 1)
-            count = tl.load(row_parts + b * 3 + 2)
-            for i in range(count):
-                place = (part + i * stride) * H + head * G + ids_g
-                mixed, largest, total = _join(
-                    mixed, largest, total, shared_partial, shared_sums, place, is_head, ids_d, D
-                )
-        result = mixed / tl.where(total == 0.0, 1.0, total)[:, None]
-        tl.store(out + heads, result.to(out.dtype.element_ty), mask=is_head[:, None])
-    else:
-        part = (b * SPLITS + split) * H + head * G + ids_g
-        tl.store(partial + part[:, None].to(tl.int64) * D + ids_d[None, :], mixed, mask=is_head[:, None])
-        tl.store(sums + part * 2, largest, mask=is_head)
-        tl.store(sums + part * 2 + 1, total, mask=is_head)
-
-
-@triton.jit
-def _merge(
-    partial,
-    sums,
-    out,
-    rows,
-    row_parts,
-    shared_partial,
-    shared_sums,
-    H: tl.constexpr,
-    D: tl.constexpr,
-    SPLITS: tl.constexpr,
-    SHARED: tl.constexpr,
-    BLOCK_SPLITS: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """Put one row's and head's parts together, and those of its group."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-    b = tl.program_id(0)
-    head = tl.program_id(1)
-    splits = tl.arange(0, BLOCK_SPLITS)
-    ids_d = tl.arange(0, D)
-    place = (b * SPLITS + splits) * H + head
-    is_split = splits < SPLITS
-    largest = tl.load(sums + place * 2, mask=is_split, other=float("-inf"))
-    total = tl.load(sums + place * 2 + 1, mask=is_split, other=0.0)
-    top = tl.max(largest, axis=0)
-    weights = tl.exp2(largest - tl.where(top == float("-inf"), 0.0, top))
-    mixed = tl.load(partial + place[:, None].to(tl.int64) * D + ids_d[None, :], mask=is_split[:, None], other=0.0)
-    whole = tl.sum(weights * total, axis=0)
-    result = tl.sum(mixed * weights[:, None], axis=0)
-    if SHARED:
-        part = tl.load(row_parts + b * 3)
-        stride = tl.load(row_parts + b * 3 + 1)
-        count = tl.load(row_parts + b * 3 + 2)
-        for i in range(count):
-            of_group = (part + i * stride) * H + head
-            other_top = tl.load(shared_sums + of_group * 2)
-            now = tl.maximum(top, other_top)
-            known = tl.where(now == float("-inf"), 0.0, now)
-            fade = tl.exp2(top - known)
-            share = tl.exp2(other_top - known)
-            other = tl.load(shared_partial + of_group.to(tl.int64) * D + ids_d)
-            result = result * fade + other * share
-            whole = whole * fade + tl.load(shared_sums + of_group * 2 + 1) * share
-            top = now
-    row = tl.load(rows + b).to(tl.int64)
-    result = result / tl.where(whole == 0.0, 1.0, whole)
-    tl.store(out + (row * H + head) * D + ids_d, result.to(out.dtype.element_ty))
-
-
-@triton.jit
-def _groups(
-    query,
-    keys,
-    values,
-    partial,
-    sums,
-    rows,
-    row_pages,
-    pages,
-    members,
-    items,
-    stride_slot,
-    scale,
-    H: tl.constexpr,
-    G: tl.constexpr,
-    D: tl.constexpr,
-    PAGE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_KEYS: tl.constexpr,
-    PRECISION: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """One part of what some rows of a group have in common, for their query heads that share a key head."""
-    if PDL:
-        # In this order: the rows' own keys are read by a kernel that begins once all programs here have waited.
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-    item = items + tl.program_id(0) * 6
-    head = tl.program_id(1)
-    count = tl.load(item + 1)
-    if count > 0:
-        ids_m = tl.arange(0, BLOCK_M)
-        ids_d = tl.arange(0, D)
-        member = ids_m // G
-        is_row = member < count
-        b = tl.load(members + tl.load(item) + member, mask=is_row, other=0)
-        row = tl.load(rows + b, mask=is_row, other=0).to(tl.int64)
-        of_head = head * G + ids_m % G
-        query_MD = tl.load(query + (row * H + of_head)[:, None] * D + ids_d[None, :], mask=is_row[:, None], other=0.0)
-        begin = tl.load(item + 3)
-        end = tl.load(item + 4)
-        whole = begin + (end - begin) // BLOCK_KEYS * BLOCK_KEYS
-        own_pages = pages + tl.load(row_pages + tl.load(item + 2))
-        largest = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
-        total = tl.zeros((BLOCK_M,), dtype=tl.float32)
-        mixed = tl.zeros((BLOCK_M, D), dtype=tl.float32)
-        mixed, largest, total = _attend(
-            query_MD, mixed, largest, total, keys + head * D, values + head * D, own_pages, begin, whole, stride_slot,
-            scale, ids_m, 0, ids_m, ids_m, _ALL, PAGE, D, BLOCK_KEYS, PRECISION,
-        )  # fmt: skip
-        mixed, largest, total = _attend(
-            query_MD, mixed, largest, total, keys + head * D, values + head * D, own_pages, whole, end, stride_slot,
-            scale, ids_m, 0, ids_m, ids_m, _INSIDE, PAGE, D, BLOCK_KEYS, PRECISION,
-        )  # fmt: skip
-        part = (tl.load(item + 5) + member) * H + of_head
-        tl.store(partial + part[:, None].to(tl.int64) * D + ids_d[None, :], mixed, mask=is_row[:, None])
-        tl.store(sums + part * 2, largest, mask=is_row)
-        tl.store(sums + part * 2 + 1, total, mask=is_row)
-
-
-@triton.jit
-def _blocks(
-    query,
-    keys,
-    values,
-    out,
-    blocks,
-    pages,
-    trees,
-    stride_slot,
-    scale,
-    H: tl.constexpr,
-    G: tl.constexpr,
-    D: tl.constexpr,
-    PAGE: tl.constexpr,
-    HAS_TREES: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_KEYS: tl.constexpr,
-    PRECISION: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """One block of queries of one chunk and head, over all keys up to the last of them."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-    block = blocks + tl.program_id(0) * 6
-    head = tl.program_id(1)
-    first_row = tl.load(block).to(tl.int64)
-    count = tl.load(block + 1)
-    start = tl.load(block + 2)
-    ids_m = tl.arange(0, BLOCK_M)
-    ids_d = tl.arange(0, D)
-    places = ((first_row + ids_m) * H + head)[:, None] * D + ids_d[None, :]
-    is_query = ids_m < count
-    query_MD = tl.load(query + places, mask=is_query[:, None], other=0.0)
-    own_pages = pages + tl.load(block + 3)
-    keys += head // G * D
-    values += head // G * D
-    # Keys that all queries see come first, in whole blocks.
-    seen_by_all = start + 1
-    tree = 0
-    low_M = ids_m
-    high_M = ids_m
-    if HAS_TREES:
-        tree = tl.load(block + 4)
-        seen_by_all = tl.minimum(seen_by_all, tree)
-        in_tree = is_query & (start + ids_m >= tree)
-        own_bits = trees + (tl.load(block + 5) + ids_m) * 2
-        low_M = tl.load(own_bits, mask=in_tree, other=-1)
-        high_M = tl.load(own_bits + 1, mask=in_tree, other=-1)
-    whole = seen_by_all // BLOCK_KEYS * BLOCK_KEYS
-    largest = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
-    total = tl.zeros((BLOCK_M,), dtype=tl.float32)
-    mixed = tl.zeros((BLOCK_M, D), dtype=tl.float32)
-    mixed, largest, total = _attend(
-        query_MD, mixed, largest, total, keys, values, own_pages, 0, whole, stride_slot, scale,
-        ids_m, 0, ids_m, ids_m, _ALL, PAGE, D, BLOCK_KEYS, PRECISION,
-    )  # fmt: skip
-    mixed, largest, total = _attend(
-        query_MD, mixed, largest, total, keys, values, own_pages, whole, start + count, stride_slot, scale,
-        start + ids_m, tree, low_M, high_M, _TREE if HAS_TREES else _CAUSAL, PAGE, D, BLOCK_KEYS, PRECISION,
-    )  # fmt: skip
-    result = mixed / tl.where(total == 0.0, 1.0, total)[:, None]
-    tl.store(out + places, result.to(out.dtype.element_ty), mask=is_query[:, None])
 
 
 def paged_attention(
@@ -608,7 +284,12 @@ def paged_attention(
     if len(plan.single_rows):
         _attend_singles(common, decode, shared)
     if len(plan.blocks):
-        _attend_blocks(common, plan.prefill)
+        group = query_THD.shape[1] // keys_SKD.shape[1]
+        most = triton.next_power_of_2(plan.most_queries)
+        if most * group <= MOST_OF_RUN and plan.most_queries < plan.prefill.queries:
+            _attend_runs(common, RUN, most)
+        else:
+            _attend_blocks(common, plan.prefill)
     return out_THD
 
 
@@ -658,31 +339,50 @@ def _attend_singles(common: _Common, decode: Tile, shared: Tile) -> None:
     shared_partial, shared_sums = common.room(cascade.num_parts if cascade else 0)
     row_shared, row_parts = (cascade.shared, cascade.parts) if cascade else (plan.single_lengths, plan.single_lengths)
     if cascade:
-        _groups[(len(cascade.items), K)](
+        attend_groups[(len(cascade.items), K)](
             query, keys, values, shared_partial, shared_sums, plan.single_rows, plan.single_pages, plan.pages,
             cascade.rows, cascade.items, stride, scale, **shape,
             BLOCK_M=shared.queries, BLOCK_KEYS=shared.keys, num_warps=shared.warps, num_stages=shared.stages,
         )  # fmt: skip
     partial, sums = common.room(num_singles * splits if splits > 1 else 0)
-    _singles[(num_singles, K, splits)](
+    attend_singles[(num_singles, K, splits)](
         query, keys, values, out, partial, sums, plan.single_rows, plan.single_pages, plan.single_lengths, plan.pages,
         row_shared, row_parts, shared_partial, shared_sums, stride, scale, **shape, SPLITS=splits,
         SHARED=cascade is not None, BLOCK_G=max(decode.queries, triton.next_power_of_2(H // K)), BLOCK_KEYS=decode.keys,
         num_warps=decode.warps, num_stages=decode.stages,
     )  # fmt: skip
     if splits > 1:
-        _merge[(num_singles, H)](
-            partial, sums, out, plan.single_rows, row_parts, shared_partial, shared_sums, H=H, D=D, SPLITS=splits,
-            SHARED=cascade is not None, BLOCK_SPLITS=triton.next_power_of_2(splits), num_warps=2,
-            **chained(query.device),
+        merge_splits[(num_singles, H)](
+            partial, sums, out, plan.single_rows, plan.single_lengths, row_shared, row_parts, shared_partial,
+            shared_sums, H=H, D=D, SPLITS=splits, SHARED=cascade is not None, BLOCK_KEYS=decode.keys,
+            BLOCK_PARTS=_MERGED, num_warps=2, **chained(query.device),
         )  # fmt: skip
 
 
 def _attend_blocks(common: _Common, tile: Tile) -> None:
     query, keys, values, out, plan, scale = common
     has_trees = plan.trees is not None
-    _blocks[(len(plan.blocks), query.shape[1])](
+    attend_blocks[(len(plan.blocks), query.shape[1])](
         query, keys, values, out, plan.blocks, plan.pages, plan.trees if has_trees else plan.blocks, keys.stride(0),
         scale, **common.shape, HAS_TREES=has_trees,
         BLOCK_M=tile.queries, BLOCK_KEYS=tile.keys, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
+
+
+def _attend_runs(common: _Common, tile: Tile, most: int) -> None:
+    query, keys, values, out, plan, scale = common
+    H, K, D = query.shape[1], keys.shape[1], query.shape[2]
+    num_runs, has_trees = len(plan.blocks), plan.trees is not None
+    splits = num_splits(num_runs, K)
+    partial, sums = common.room(num_runs * splits * most if splits > 1 else 0)
+    attend_runs[(num_runs, K, splits)](
+        query, keys, values, out, partial, sums, plan.blocks, plan.pages, plan.trees if has_trees else plan.blocks,
+        keys.stride(0), scale, **common.shape, QUERIES=most, SPLITS=splits, HAS_TREES=has_trees,
+        BLOCK_M=max(tile.queries, triton.next_power_of_2(most * (H // K))), BLOCK_KEYS=tile.keys, num_warps=tile.warps,
+        num_stages=tile.stages,
+    )  # fmt: skip
+    if splits > 1:
+        merge_runs[(num_runs, most, H)](
+            partial, sums, out, plan.blocks, H=H, D=D, QUERIES=most, SPLITS=splits, BLOCK_KEYS=tile.keys,
+            BLOCK_PARTS=_MERGED, num_warps=2, **chained(query.device),
+        )  # fmt: skip

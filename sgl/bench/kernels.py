@@ -41,6 +41,7 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         heads, kv_heads, head_dim: of a layer.
         rows, context, page_sizes: of decoding; every number of rows at every page size.
+        drafts: tokens that are verified behind one that is known, of the first two numbers of rows.
         chunk: tokens of a prompt that is computed as one chunk.
         batch, shared, own: rows of a decoding step with a common prefix, and the tokens of that and of each row's own.
         resident_bytes: of keys and values that take turns, at least.
@@ -55,6 +56,7 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
     rows: tuple[int, ...] = (1, 64, 256)
     context: int = 1024
     page_sizes: tuple[int, ...] = (1, 16, 64)
+    drafts: int = 4
     chunk: int = 8192
     batch: int = 64
     shared: int = 8192
@@ -132,7 +134,8 @@ def run(
             progress("measuring: ceilings")
             ceilings = measure_ceilings()
     bench = _Bench(sizes, ceilings, clock or _graph_seconds, time.monotonic() + budget_s, progress)
-    cases = [*_decode_cases(sizes), _cascade_case(sizes), _prefill_case(sizes)]
+    verified = [_verify_case(sizes, rows) for rows in sizes.rows[:2]]
+    cases = [*_decode_cases(sizes), _cascade_case(sizes), _prefill_case(sizes), *verified]
     for case in cases:
         bench.measure(case, in_use=True)
     bench.errors()
@@ -331,6 +334,22 @@ def _cascade_case(sizes: Sizes) -> _Case:
     flops = 4 * sizes.batch * context * sizes.heads * sizes.head_dim
     name = f"decode, {sizes.batch} rows, {sizes.shared} shared + {sizes.own} own"
     return _Case(name, sizes.shared + sizes.batch * sizes.own, num_bytes, flops, ways)
+
+
+def _verify_case(sizes: Sizes, rows: int) -> _Case:
+    length = sizes.drafts + 1
+
+    def ways() -> Iterator[_Way]:
+        plan = _plan(sizes, [sizes.context] * rows, 1, length=length)
+        query = _queries(sizes, rows * length)
+        yield _way("triton, all tokens of a row together", query, plan)
+        yield _way("triton, as chunks of a prompt", query, replace(plan, most_queries=plan.prefill.queries))
+
+    num_bytes = rows * sizes.context * _key_bytes(sizes) + _query_bytes(sizes, rows * length)
+    flops = 4 * rows * length * sizes.context * sizes.heads * sizes.head_dim
+    return _Case(
+        f"verify, {rows} rows x {sizes.context}, {length} tokens", rows * sizes.context, num_bytes, flops, ways
+    )
 
 
 def _prefill_case(sizes: Sizes) -> _Case:

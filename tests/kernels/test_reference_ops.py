@@ -26,8 +26,8 @@ def test_every_op_has_a_torch_reference_that_is_listed_without_importing_torch()
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.splitlines()
     assert out == [
-        "['apply_bitmask', 'argmax', 'experts', 'gelu_tanh_mul', 'kv_write', 'paged_attention', 'plan_attention', "
-        "'rms_norm', 'rotary', 'silu_mul', 'top_k'] " + str(["torch"] * 11),
+        "['apply_bitmask', 'argmax', 'cascade_attention', 'experts', 'gelu_tanh_mul', 'kv_write', 'paged_attention', "
+        "'plan_attention', 'rms_norm', 'rotary', 'silu_mul', 'top_k'] " + str(["torch"] * 12),
         "False",
     ]
 

@@ -127,6 +127,22 @@ def test_decoding_rows_and_chunks_with_trees(dtype: torch.dtype, page_size: int)
     assert plan.positions[9:17].tolist() == [0, 1, 1, 2, 2, 2, 0, 1]
 
 
+@dtypes_and_pages
+@pytest.mark.parametrize("programs", [1, 8])
+def test_chunks_of_few_tokens(
+    dtype: torch.dtype, page_size: int, programs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As drafts are verified: beside a row that decodes, from nothing and behind several blocks of keys, a tree over a
+    block's edge, whole and in parts."""
+    monkeypatch.setattr(attention, "_PROGRAMS", programs)
+    monkeypatch.setattr(attention, "_attend_blocks", None)
+    chunks = [(150, 5, None, 0), (60, 8, TREE, 0), (70, 1, None, 0), (0, 2, None, 0)]
+    step = Step(chunks, page_size=page_size, heads=(3, 1), dtype=dtype)
+    step.check(step.computed(step.plan()))
+    plain = Step([(66, 3, None, 0)], page_size=page_size, heads=(2, 2), dtype=dtype)
+    plain.check(plain.computed(plain.plan()))
+
+
 @pytest.mark.parametrize("tile", [Tile(16, 16, 1, 1), Tile(128, 32, 8, 2)])
 def test_other_tiles_of_prefill(tile: Tile) -> None:
     step = Step([(20, 40, TREE, 0), (0, 33, None, 0)])
