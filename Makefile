@@ -7,7 +7,7 @@
 
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint docs test-slow test-gpu clean
+.PHONY: help demo test lint docs test-slow test-long test-gpu clean
 
 PYTHON ?= python3
 TORCH_INDEX ?=
@@ -19,7 +19,7 @@ PYTEST := $(BIN)/python -m pytest --import-mode=importlib
 WORKERS ?= 2
 
 help:
-	@echo "make demo | test | lint | docs | test-slow | test-gpu | clean   (see README.md)"
+	@echo "make demo | test | lint | docs | test-slow | test-long | test-gpu | clean   (see README.md)"
 
 # One stamp for the whole set-up: it is rewritten only after every step went well, so a broken-off install starts again.
 $(READY): pyproject.toml constraints.txt
@@ -56,6 +56,10 @@ docs: $(READY)
 test-slow: $(READY)
 	SGL_LONG=1 $(PYTEST) tests/property
 	$(PYTEST) -m "slow and not gpu" tests
+
+# A server under 100,000 fuzzed requests, then for ten minutes at a full pool with clients that leave (tests/faults/README.md).
+test-long: $(READY)
+	SGL_FUZZ_REQUESTS=100000 SGL_SOAK_S=600 $(PYTEST) -s tests/faults/test_endurance.py
 
 test-gpu: $(READY)
 	$(PYTEST) -m gpu tests

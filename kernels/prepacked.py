@@ -4,6 +4,9 @@ Called by the model runner, once, after loading. Plain weights are put in order 
 once, they are multiplied as they are. README.md has figures.
 
 A packed weight is a tensor that only `linear` understands. Sums differ from a plain product's in their last bits.
+
+oneDNN makes code for each number of rows that it meets, some 600 KB a weight, and keeps it for good: a server that sees
+hundreds of numbers grew by as many. So numbers of rows are rounded up to a few.
 """
 
 from __future__ import annotations
@@ -33,8 +36,25 @@ def pack(weight: torch.Tensor) -> torch.Tensor:
 
 def linear(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """`x @ weight.T + bias` of the weight that was packed; `x` is `[rows, in]` of its dtype."""
-    out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
-    return out
+    rows = x.shape[0]
+    more = rounded(rows) - rows
+    padded = torch.nn.functional.pad(x, (0, 0, 0, more)) if more else x
+    out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(padded, packed, bias, "none", [], "")
+    return out[:rows] if more else out
+
+
+def rounded(rows: int) -> int:
+    """The number of rows that is computed in place of `rows`: four between a power of two and the next, so at most a
+    quarter more.
+
+    Example:
+        >>> [rounded(rows) for rows in (1, 7, 8, 9, 100, 512)]
+        [1, 7, 8, 10, 112, 512]
+        >>> len({rounded(rows) for rows in range(1, 2049)})
+        40
+    """
+    step = 1 << max((rows - 1).bit_length() - 3, 0)
+    return -(-rows // step) * step
 
 
 def _has_ops() -> bool:

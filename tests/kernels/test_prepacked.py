@@ -8,6 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from sgl.kernels import prepacked
 from sgl.kernels.native import library
@@ -36,6 +37,30 @@ def test_product(dtype: torch.dtype, rows: int) -> None:
         expected = functional.linear(x.double(), weight.double(), None if b is None else b.double())
         error = (prepacked.linear(x, packed, b).double() - expected).norm() / expected.norm()
         assert error < (1e-6 if dtype == torch.float32 else 4e-3)
+
+
+class _Rows(TorchDispatchMode):
+    """Notes the numbers of rows that oneDNN is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[int] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        if "_linear_pointwise" in str(func):
+            self.seen.add(args[0].shape[0])
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_few_numbers_of_rows_stand_for_all() -> None:
+    """oneDNN keeps what it makes for each of them, so that a server would grow by every new one."""
+    packed = prepacked.pack(torch.eye(16))
+    with _Rows() as rows:
+        for number in range(1, 200):
+            x = torch.arange(number * 16, dtype=torch.float32).view(number, 16)
+            assert torch.equal(prepacked.linear(x, packed), x)
+    assert len(rows.seen) <= 28
+    assert max(rows.seen) == 224
 
 
 def test_what_is_not_packed_says_why() -> None:
