@@ -58,11 +58,12 @@ def test_float32_gives_the_tokens_of_the_cpu(tmp_path: Path, name: str) -> None:
     folder = folder_of(tmp_path, name)
     reference, ours = runner(open_path(folder)), on_gpu(folder)
     assert differences(on_cpu(in_chunks(ours, PROMPTS)), in_chunks(reference, PROMPTS)) < TOLERANCE
-    assert (recorded(ours), ours._gpu_steps is not None) == (0, name in ON_TRITON)
+    assert recorded(ours) == 0
+    assert ours._gpu_steps is not None or name not in ON_TRITON
     expected = greedy(reference, PROMPTS, 8)
     assert greedy(ours, PROMPTS, 8) == expected
     assert [greedy(ours, [prompt], 8)[0] for prompt in PROMPTS] == expected
-    assert recorded(ours) == (2 if name in ON_TRITON else 0)  # of one row and of two
+    assert (recorded(ours) >= 2) == (ours._gpu_steps is not None)  # of one row and of two
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3-moe", "gemma2"])
