@@ -95,7 +95,7 @@ class Scheduler:
         self.running: list[Request] = []
         self._on_end = on_end
         self._masks = masks
-        self._drafter = drafter
+        self.drafter = drafter
         self._estimate = OutputEstimate(config.schedule_conservativeness)
         self._rows_left: dict[bool, int] = {}
         self._flights: list[_Flight] = []  # oldest first; at most two
@@ -208,8 +208,8 @@ class Scheduler:
         # Scored rows that this step may still have: of prompts (False), and of options of selects (True).
         self._rows_left = {False: self.limits.max_logit_rows, True: self.limits.max_choices}
         self.paging.begin_step()
-        if self._drafter is not None:
-            self._drafter.begin_step(sum(request.decodes for request in self.running))
+        if self.drafter is not None:
+            self.drafter.begin_step(sum(request.decodes for request in self.running))
         self._preempt()
         for request in sorted(self.running, key=_urgency):
             if budget <= 0:
@@ -218,8 +218,8 @@ class Scheduler:
             if request.running and request.sequence.id not in self._held:
                 budget -= self._plan(request, budget, planned)
         self._admit(budget, planned)
-        if self._drafter is not None:
-            self._add_drafts(self._drafter, planned)
+        if self.drafter is not None:
+            self._add_drafts(self.drafter, planned)
         chunks = tuple(planned.values())
         masks = self._masks.start(chunks) if self._masks is not None and not self._flights else None
         plan = StepPlan(chunks=chunks, copies=self.paging.take_copies(), masks=masks)
@@ -252,7 +252,7 @@ class Scheduler:
 
     def _waits_to_draft(self, request: Request) -> bool:
         """Whether a row had better know its last token before it goes on, since guesses begin behind it."""
-        return self._drafter is not None and self._drafter.speculates(request)
+        return self.drafter is not None and self.drafter.speculates(request)
 
     def _take_off(self, plan: StepPlan) -> None:
         """The plan flies from now on. Tokens that are not known are in it, and in no sequence any more."""
@@ -346,8 +346,8 @@ class Scheduler:
         """
         if plan.carried is None:
             self.stats.forwards += 1
-            if self._drafter is not None:
-                self._drafter.timed(plan, seconds)
+            if self.drafter is not None:
+                self.drafter.timed(plan, seconds)
         requests: dict[int, Request] = {}  # none when everything was reset meanwhile
         if self._flights and self._flights[0].plan is plan:
             requests = self._flights.pop(0).requests
@@ -402,8 +402,8 @@ class Scheduler:
             self.stats.verifications += 1
         request.account_computed(chunk.known_end, end)
         request.accepted_tokens += num_right
-        if self._drafter is not None:
-            self._drafter.verified(request, num_right)
+        if self.drafter is not None:
+            self.drafter.verified(request, num_right)
         if left_over:
             self._tails.leave(Tail(chunk, rows, end))
 
@@ -628,8 +628,8 @@ class Scheduler:
         self._drop(request)
         self.running.remove(request)
         request.running = False
-        if self._drafter is not None:
-            self._drafter.ended(request)
+        if self.drafter is not None:
+            self.drafter.ended(request)
         self.paging.let_go(request.sequence, self.step)
         self.waiting.put_back(request)
         if request.prefill_tokens or request.completion_tokens:
@@ -695,8 +695,8 @@ class Scheduler:
     def _settle(self, request: Request) -> None:
         """Count a request that ended and leave its sequence idle, standing on shared pages."""
         self._drop(request)
-        if self._drafter is not None:
-            self._drafter.ended(request)
+        if self.drafter is not None:
+            self.drafter.ended(request)
         self.stats.add(request.usage())
         if self._on_end is not None:
             self._on_end(request)

@@ -24,10 +24,10 @@ from sgl.errors import ConfigError
 
 _SIZES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 128, 160, 192, 256, 320, 384, 512)
 """Steps of so many tokens are looked at together with those of a few more."""
-_NEW = 0.15
-"""Weight of a new observation."""
-_FAR_OFF = 4.0
-"""A step that takes so many times as long as is usual was disturbed."""
+_SHORTER, _LONGER = 0.3, 0.03
+"""Weight of a step that took less than was usual, and more: what disturbs a step makes it longer, never shorter."""
+_FAR_OFF = 3.0
+"""A step that takes so many times as long as is usual tells no more than that."""
 
 
 class StepCosts:
@@ -59,7 +59,8 @@ class StepCosts:
             self._known.insert(bisect_left(self._known, size), size)
             self._seconds[size] = seconds
         else:
-            self._seconds[size] = usual + _NEW * (min(seconds, _FAR_OFF * usual) - usual)
+            weight = _SHORTER if seconds < usual else _LONGER
+            self._seconds[size] = usual + weight * (min(seconds, _FAR_OFF * usual) - usual)
 
     def seconds(self, num_tokens: int) -> float:
         """What a step takes; 1 for a step of one token as long as nothing is known."""

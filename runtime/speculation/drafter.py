@@ -28,6 +28,8 @@ _PATIENCE, _PAUSE = 4, 16
 """Steps without a guess after which a row of overlapping steps goes on unasked, and for how many."""
 _LONGEST_LITERAL = 32
 """Tokens of program text that are drafted behind a generation; a longer one is a prefill of its own."""
+_FIRST_PAUSE, _LONGEST_PAUSE, _PROBE, _LOW_BAR = 32, 512, 2, 0.4
+"""Steps without drafts before a lower bar is tried, at first and at most; for how many steps, and the bar."""
 _ROUNDS = 3
 """How often proposers are asked for one chain."""
 
@@ -99,6 +101,7 @@ class Drafter:
         self.longest = most
         self._left = most_of_step
         self._bar = 0.0
+        self._idle, self._pause = 0, _FIRST_PAUSE
         self._num_drafted = 0  # in the step that is planned
         self._verified: list[int] = []  # accepted drafts of the rows of this step
         self._gain = 0.0  # accepted drafts per row and step, lately
@@ -111,12 +114,24 @@ class Drafter:
         if not self._num_drafted:
             self.trust.rest()
         self._verified.clear()
-        self._num_drafted = 0
         self._num_rows = max(1, num_rows)
         self._left = self._most_of_step
         if self._steps is not None:
             self.longest = min(self._most, self._steps.of(self._num_rows))
-            self._bar = self._break_even(self._num_rows)
+            self._bar = self._probed(self._break_even(self._num_rows))
+        self._num_drafted = 0
+
+    def _probed(self, bar: float) -> float:
+        """The bar, or now and then a low one, where nothing has come above it for long: what is known of times and
+        guesses gets old when they are not tried."""
+        if self._num_drafted:
+            self._idle, self._pause = 0, _FIRST_PAUSE
+        self._idle += 1
+        if self._idle < self._pause:
+            return bar
+        if self._idle >= self._pause + _PROBE:
+            self._idle, self._pause = 0, min(2 * self._pause, _LONGEST_PAUSE)
+        return min(bar, _LOW_BAR)
 
     def _break_even(self, num_rows: int) -> float:
         """The chance from which on a draft pays: seconds of its row, over those of an output token as it goes now."""

@@ -16,7 +16,15 @@ import msgspec
 import typer
 
 import sgl
-from sgl.cli import bench_gpu, bench_grammar, bench_kernels, bench_paths, bench_program, bench_serve  # noqa: F401 - register their commands
+from sgl.cli import (  # noqa: F401 - register their commands
+    bench_gpu,
+    bench_grammar,
+    bench_kernels,
+    bench_paths,
+    bench_program,
+    bench_serve,
+    bench_speculation,
+)
 from sgl.cli.bench import bench
 from sgl.cli.chat import chat
 from sgl.cli.console import FAILED, Json, bytes_text, download_bar, guarded, say, show_json, show_table

@@ -1,0 +1,278 @@
+"""`sgl bench speculation`: what guessed tokens save, and what they cost where there is nothing to guess.
+
+Owns the tasks and the measurement. One engine core in this process decodes the same prompts with its drafter and
+without, in turns; pairs, the watch over the cores and the statistics are those of `sgl.bench.harness`. Every call has
+documents and seeds of its own, equal on both sides, so that nothing is guessed from having been answered before; what
+the drafter has learned of the programs and of the machine it keeps, as in use.
+
+* `copy`: a text is to be repeated.
+* `json`: facts of a text under a JSON schema, keys forced on both sides.
+* `chain`: a form of short generations with literals between them, about a text.
+* `random`: sampled text, at temperature 1, which nothing foretells.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from sgl.bench.harness import PairPlan, measure_pairs
+from sgl.bench.load import ProcSampler, Sampler, least_busy
+from sgl.bench.pairs import Pair, Result, summarise
+from sgl.bench.provenance import Provenance, provenance, side_variables
+from sgl.errors import BenchError, ConfigError
+from sgl.grammars.spec import Constraint, JsonSchema, canonical_schema
+from sgl.lang.graph import (
+    Event,
+    FailedEvent,
+    Gen,
+    Graph,
+    LiteralText,
+    Node,
+    ProgramOptions,
+    Role,
+    Sampling,
+    Text,
+    ValueEvent,
+)
+from sgl.runtime.config import config_from_mapping
+from sgl.runtime.core import EngineCore
+from sgl.runtime.loading.facts import cpu_count
+from sgl.runtime.worker import build_core
+
+TASKS = ("copy", "json", "chain", "random")
+BATCHES = (1, 8, 32)
+
+
+class TaskFigure(msgspec.Struct, frozen=True, kw_only=True):
+    """One task at one batch size; the ratio is the time without speculation over the time with it.
+
+    Attributes:
+        accept_len: tokens that a verification gave on average.
+        forwards, forwards_off: of one call, the last of each side.
+        equal: share of the rows whose tokens were the same on both sides; in 16 bits near ties may fall either way.
+    """
+
+    task: str
+    batch: int
+    result: Result
+    pairs: tuple[Pair, ...]
+    accept_len: float
+    forwards: int
+    forwards_off: int
+    equal: float
+
+
+class SpeculationReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What `sgl bench speculation` prints."""
+
+    model: str
+    plan: PairPlan
+    provenance: Provenance
+    figures: tuple[TaskFigure, ...]
+
+
+def run(
+    fields: Mapping[str, Any],
+    *,
+    plan: PairPlan,
+    tasks: Sequence[str] = (),
+    batches: Sequence[int] = (),
+    new_tokens: int = 96,
+    sampler: Sampler | None = None,
+    progress: Callable[[str], None] = lambda what: None,
+) -> SpeculationReport:
+    """Measure `tasks` (all by default) at `batches`, on the engine that `fields` describe.
+
+    Raises:
+        ConfigError: a task that does not exist, or speculation that is switched off.
+        BenchError: a generation failed.
+    """
+    for task in tasks:
+        if task not in TASKS:
+            raise ConfigError(f"there is no task {task!r}", hint=f"tasks are {', '.join(TASKS)}", param="task")
+    fields = {"speculative_algorithm": "NGRAM", **fields}
+    config = config_from_mapping(fields)
+    threads = config.num_threads or (1 if config.model_path == "dummy" else cpu_count())
+    cores = least_busy(os.sched_getaffinity(0), threads)
+    watch = ProcSampler(cores) if sampler is None else sampler
+    bench = _Bench({**fields, "num_threads": threads})
+    figures = []
+    try:
+        for task in tasks or TASKS:
+            for batch in batches or BATCHES:
+                figures.append(bench.measure(task, batch, new_tokens, watch, plan, progress))
+                progress(f"{task} at batch {batch}: {figures[-1].result.verdict}")
+    finally:
+        bench.core.compiler.close()
+    return SpeculationReport(
+        model=config.model_path,
+        plan=plan,
+        provenance=provenance(cores, side_variables(threads), ()),
+        figures=tuple(figures),
+    )
+
+
+class _Bench:
+    """One engine core, with and without its drafter."""
+
+    def __init__(self, fields: dict[str, Any]) -> None:
+        self.core: EngineCore
+        self.core, _ = build_core(config_from_mapping(fields), emit=self._emit)
+        self._drafter = self.core.scheduler.drafter
+        if self._drafter is None:
+            raise ConfigError(
+                "speculative_algorithm is NONE: there is nothing to measure",
+                hint="leave speculative_algorithm out",
+                param="speculative_algorithm",
+            )
+        self._next = 0
+        self._tokens: dict[int, list[tuple[int, ...]]] = {}
+
+    def _emit(self, program: int, event: Event) -> None:
+        if isinstance(event, FailedEvent):
+            raise BenchError(f"a generation of the bench failed: {event.error.message}")
+        if isinstance(event, ValueEvent):
+            self._tokens.setdefault(program, []).append(event.token_ids)
+
+    def measure(
+        self, task: str, batch: int, new_tokens: int, sampler: Sampler, plan: PairPlan, progress: Callable[[str], None]
+    ) -> TaskFigure:
+        """Pairs of the same calls with drafts (a) and without (b)."""
+        tokens: dict[bool, list[list[tuple[int, ...]]]] = {True: [], False: []}
+        forwards: dict[bool, int] = {}
+        start = self.core.snapshot().as_dict()
+
+        def call(number: int, *, speculates: bool) -> dict[str, float]:
+            self.core.scheduler.drafter = self._drafter if speculates else None
+            self.core.flush_cache()
+            before = self.core.snapshot().forwards
+            begun = time.perf_counter()
+            tokens[speculates].append(self._run(task, batch, new_tokens, plan.seed + number))
+            seconds = time.perf_counter() - begun
+            forwards[speculates] = self.core.snapshot().forwards - before
+            return {"wall": seconds}
+
+        pairs = measure_pairs(
+            lambda number: call(number, speculates=True),
+            lambda number: call(number, speculates=False),
+            sampler,
+            plan,
+            progress=progress,
+        ).pairs
+        self.core.scheduler.drafter = self._drafter
+        end = self.core.snapshot().as_dict()
+        accepted, verified = (end[name] - start[name] for name in ("accepted_tokens", "verifications"))
+        rows = [
+            ours == others
+            for one, other in zip(tokens[True], tokens[False], strict=False)
+            for ours, others in zip(one, other, strict=True)
+        ]
+        return TaskFigure(
+            task=task,
+            batch=batch,
+            result=summarise(pairs, "wall", plan.pairs),
+            pairs=pairs,
+            accept_len=1 + accepted / max(1, verified),
+            forwards=forwards.get(True, 0),
+            forwards_off=forwards.get(False, 0),
+            equal=sum(rows) / max(1, len(rows)),
+        )
+
+    def _run(self, task: str, batch: int, new_tokens: int, seed: int) -> list[tuple[int, ...]]:
+        """One call: `batch` programs from start to end; the tokens of each."""
+        programs = []
+        for row in range(batch):
+            number, self._next = self._next, self._next + 1
+            programs.append(number)
+            self.core.open(number, ProgramOptions(name=f"bench {task}"))
+            nodes = task_nodes(task, random.Random(f"{task}:{seed}:{row}"), new_tokens)
+            self.core.submit(number, Graph(nodes=tuple(nodes)), finish=True)
+        while self.core.has_work:
+            self.core.step()
+        return [tuple(token for ids in self._tokens.pop(number) for token in ids) for number in programs]
+
+
+# --- the tasks --------------------------------------------------------------------------------------------------------
+
+_FIRST = ("Eleanor", "Tomas", "Ingrid", "Malcolm", "Yusuf", "Beatrice", "Henrik", "Paloma", "Rashid", "Cordelia")
+_LAST = ("Whitcombe", "Lindqvist", "Okafor", "Brannigan", "Castellan", "Drummond", "Varga", "Hollis", "Petrov", "Amari")
+_PLACES = ("Mount Harlan", "Alderney", "Port Sable", "Kestrel Ridge", "Low Fenwick", "Tarrow", "Saint Isarn", "Vell")
+_KINDS = ("Observatory", "Library", "Museum", "Botanical Garden", "Lighthouse", "Archive")
+_DAYS = ("Mondays", "Tuesdays", "Thursdays", "Saturdays", "Sundays")
+_OPENINGS = (
+    "Write a poem about the sea", "Tell me about a long day", "Explain why the sky is blue", "Tell a story of a fox",
+    "Describe a market in the rain", "Give advice to a young painter", "Write a letter to an old friend",
+)  # fmt: skip
+_FIELDS = ("name", "founder", "place", "builder", "director", "phone")
+
+
+def facts(rng: random.Random) -> str:
+    """A paragraph with invented facts.
+
+    Example:
+        >>> facts(random.Random(1)) == facts(random.Random(1)) != facts(random.Random(2))
+        True
+    """
+
+    def person() -> str:
+        return f"{rng.choice(_FIRST)} {rng.choice(_LAST)}"
+
+    place = rng.choice(_PLACES)
+    return (
+        f"The {place} {rng.choice(_KINDS)} was founded in {rng.randint(1820, 1995)} by {person()}, who led it for "
+        f"{rng.randint(8, 40)} years. It stands at {rng.randint(20, 900)} {rng.choice(_LAST)} Street in "
+        f"{rng.choice(_PLACES)}, {rng.randint(100, 2900)} metres above the sea, and was built by "
+        f"{rng.choice(_LAST)} & {rng.choice(_LAST)} of {rng.choice(_PLACES)} at a cost of "
+        f"{rng.randint(20, 950)},{rng.randint(100, 999)} crowns. Visitors are welcome on {rng.choice(_DAYS)} from "
+        f"{rng.randint(8, 12)}:00 to {rng.randint(15, 22)}:30; a ticket costs {rng.randint(3, 40)} crowns. "
+        f"The present director is {person()}, assisted by {person()} and {person()}; the telephone number is "
+        f"{rng.randint(100, 999)}-{rng.randint(1000, 9999)}-{rng.randint(1000, 9999)}."
+    )
+
+
+def task_nodes(task: str, rng: random.Random, new_tokens: int) -> list[Node]:
+    """The program of one row."""
+    text = facts(rng)
+    seed = rng.randrange(2**31)
+    if task == "copy":
+        return _turn(f"Repeat the following text exactly, word for word:\n\n{text}", new_tokens)
+    if task == "json":
+        fields = {name: {"type": "string", "maxLength": 60} for name in _FIELDS}
+        schema = {"type": "object", "properties": fields, "required": list(_FIELDS), "additionalProperties": False}
+        question = f"{text}\n\nGive these facts as JSON, word for word."
+        return _turn(question, 2 * new_tokens, JsonSchema(canonical_schema(schema)))
+    if task == "chain":
+        return _form(text)
+    opening = f"{rng.choice(_OPENINGS)}, and begin with the number {rng.randint(2, 999)}."
+    return _turn(opening, new_tokens, temperature=1.0, seed=seed, ignore_eos=True)
+
+
+def _turn(question: str, new_tokens: int, constraint: Constraint | None = None, **sampling: Any) -> list[Node]:
+    fields = {"max_new_tokens": new_tokens, "temperature": 0.0, **sampling}
+    return [
+        Role(id=0, role="user", begin=True),
+        Text(id=1, segments=(LiteralText(question),)),
+        Role(id=2, role="user", begin=False),
+        Role(id=3, role="assistant", begin=True),
+        Gen(id=4, name="answer", constraint=constraint, sampling=Sampling(**fields)),
+    ]
+
+
+def _form(text: str) -> list[Node]:
+    """Lines of a form: a literal names what comes, a generation fills it in up to the line's end."""
+    lines = (
+        "Founded in the year", "Founder", "Street", "Town", "Height in metres", "Builders", "Cost", "Opening days",
+        "Ticket price", "Director", "Assistants", "Telephone number",
+    )  # fmt: skip
+    nodes: list[Node] = [Text(id=0, segments=(LiteralText(f"{text}\n\nSummary of the text:\nName:"),))]
+    sampling = Sampling(max_new_tokens=16, temperature=0.0, stop=("\n",))
+    for number, line in enumerate(lines, start=1):
+        nodes.append(Gen(id=2 * number - 1, name=f"line{number}", sampling=sampling))
+        nodes.append(Text(id=2 * number, segments=(LiteralText(f"\n{line}:"),)))
+    return [*nodes, Gen(id=2 * len(lines) + 1, name="last", sampling=sampling)]

@@ -1,0 +1,76 @@
+"""`sgl bench speculation`: decoding with guessed tokens against decoding without.
+
+Owns the command, its flags and its table. Imported by `sgl.cli` for the command that it registers.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from sgl.cli.bench import Model, Save, bench, fetched, output
+from sgl.cli.console import Json, guarded, say, show_table
+from sgl.cli.options import engine_options
+
+if TYPE_CHECKING:
+    from sgl.bench.speculation import SpeculationReport
+
+
+@bench.command()
+@guarded
+@engine_options
+def speculation(
+    model: Model = None,
+    *,
+    as_json: Json = False,
+    save: Save = None,
+    task: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="copy, json, chain or random; may repeat. [default: all]")
+    ] = None,
+    batch: Annotated[
+        list[int] | None, typer.Option(min=1, help="Programs decoded together; may repeat. [default: 1 8 32]")
+    ] = None,
+    new_tokens: Annotated[int, typer.Option(min=2, help="Of each generation of `copy` and `random`.")] = 96,
+    pairs: Annotated[int, typer.Option(min=1, help="Clean pairs that a figure needs.")] = 5,
+    attempts: Annotated[
+        int | None, typer.Option(min=1, help="Pairs tried at most. [default: 4 * pairs]", show_default=False)
+    ] = None,
+    patience: Annotated[float, typer.Option(min=0, help="Seconds to wait for a quiet machine before a pair.")] = 10.0,
+    seed: Annotated[int, typer.Option(help="Of the order of turns, and of the documents.")] = 0,
+    engine: dict[str, Any],
+) -> None:
+    """Decoding with guessed tokens against decoding without: where text repeats, and where it does not."""
+    from sgl.bench.harness import PairPlan
+    from sgl.bench.speculation import run
+
+    report = run(
+        fetched(engine, model),
+        plan=PairPlan(pairs=pairs, attempts=attempts, seed=seed, patience_s=patience),
+        tasks=task or (),
+        batches=batch or (),
+        new_tokens=new_tokens,
+        progress=say,
+    )
+    if output(report, as_json, save):
+        show(report)
+
+
+def show(report: SpeculationReport) -> None:
+    """The report as a table."""
+    print(f"model {report.model}; {report.provenance.cpu}")
+    show_table(
+        ("TASK", "BATCH", "OFF / ON", "CLEAN PAIRS", "ACCEPT LEN", "FORWARDS", "EQUAL"),
+        [
+            (
+                row.task,
+                str(row.batch),
+                row.result.verdict,
+                f"{row.result.clean} of {row.result.attempted}",
+                f"{row.accept_len:.2f}",
+                f"{row.forwards} / {row.forwards_off}",
+                f"{row.equal:.0%}",
+            )
+            for row in report.figures
+        ],
+    )
