@@ -33,6 +33,8 @@ NO_TORCH = ("runtime/text", "runtime/messages.py", "runtime/stats.py", "runtime/
 
 PRINTS = ("sgl/cli", "sgl/bench", "tutorials")
 EXECUTES = ("sgl/cli/run.py",)
+ASSERTS = "tutorials/"
+"""Scripts whose claims are checked where they stand."""
 FORBIDDEN_MODULES = ("pickle", "cPickle", "dill", "cloudpickle", "shelve", "marshal")
 
 
@@ -92,7 +94,7 @@ def habit_faults(path: str, source: str) -> list[str]:
     """Calls and statements that have no place in the package."""
     faults = []
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Assert):
+        if isinstance(node, ast.Assert) and not path.startswith(ASSERTS):
             faults.append(f"{path}:{node.lineno} assert: raise a typed error instead")
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
             if node.func.id in ("eval", "exec") and path not in EXECUTES:
@@ -194,6 +196,7 @@ def test_a_bad_habit_is_caught(line: str) -> None:
 
 def test_places_that_may_print_or_execute() -> None:
     assert habit_faults("sgl/cli/x.py", "print('x')") == []
+    assert habit_faults("tutorials/x.py", "assert x > 0") == []
     assert habit_faults("runtime/x.py", "model.eval()\nre.compile('x')") == []
 
 
