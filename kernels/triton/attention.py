@@ -75,6 +75,17 @@ def rows_per_tile(num_heads: int, num_kv_heads: int) -> int:
     return max(1, TILE_QUERIES // (num_heads // num_kv_heads))
 
 
+def shared_tile(num_rows: int, group: int) -> Tile:
+    """For groups among so many rows, whose key heads have `group` query heads each: no larger than they can fill.
+
+    Example:
+        >>> shared_tile(64, 4).queries, shared_tile(6, 4).queries, shared_tile(2, 1).queries
+        (128, 32, 16)
+    """
+    queries = max(16, triton.next_power_of_2(num_rows * group))
+    return SHARED if queries >= SHARED.queries else Tile(queries, SHARED.keys, 4, SHARED.stages)
+
+
 @dataclass(frozen=True)
 class PagedPlan:
     """Where the step's tokens are written and what each may read. Arrays are int32 and lie on the device."""
@@ -272,17 +283,19 @@ def paged_attention(
     scale: float,
     *,
     decode: Tile = DECODE,
-    shared: Tile = SHARED,
+    shared: Tile | None = None,
 ) -> torch.Tensor:
     """Causal attention of every token of the step over its sequence's pages; `[T, H, D]`.
 
     Args:
-        decode, shared: how the kernels cut their work, for measurements of other ways.
+        decode, shared: how the kernels cut their work, for measurements of other ways; by default `shared` is
+            `shared_tile` of the rows of the step.
     """
     out_THD = torch.empty_like(query_THD)
     common = _Common(query_THD, keys_SKD, values_SKD, out_THD, plan, scale * _LOG2_E)
     if len(plan.single_rows):
-        _attend_singles(common, decode, shared)
+        group = query_THD.shape[1] // keys_SKD.shape[1]
+        _attend_singles(common, decode, shared or shared_tile(len(plan.single_rows), group))
     if len(plan.blocks):
         group = query_THD.shape[1] // keys_SKD.shape[1]
         most = triton.next_power_of_2(plan.most_queries)
