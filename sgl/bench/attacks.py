@@ -33,8 +33,9 @@ from sgl.errors import BenchError, InvalidParameter
 from sgl.runtime.config import config_from_mapping
 from sgl.runtime.loading.facts import cpu_count
 
-CALM, ATTACKED = "calm", "attacked"
 METRIC = "p99 TTFT"
+SETTLE_S = 3.0
+"""After an attack: what it has begun (a compilation may take its two seconds) is no part of the next calm round."""
 
 
 class Target(msgspec.Struct, frozen=True):
@@ -291,7 +292,9 @@ def compare_attacks(
         def attacked(name: str) -> Callable[[int], dict[str, float]]:
             def call(number: int) -> dict[str, float]:
                 with attacking(name, url, rate):
-                    return calm(number)
+                    seconds = calm(number)
+                time.sleep(SETTLE_S)
+                return seconds
 
             return call
 
