@@ -120,6 +120,8 @@ TO_WORKER = [
     messages.Encode(2, "embed", (messages.EncoderInput(text="a"), messages.EncoderInput(token_ids=(1, 2))), True),
     messages.Encode(2, "score", (messages.EncoderInput(text="a", pair="b"),)),
     messages.CancelEncode(2),
+    messages.StartProfile(11, output_dir="folder", num_steps=3, activities=("CPU",)),
+    messages.StopProfile(12),
     messages.Shutdown(),
 ]
 TO_CLIENT = [
@@ -134,6 +136,7 @@ TO_CLIENT = [
     messages.PinReply(7, 8),
     messages.OverrideReply(6, (RuntimeOverride(field="max_queue", value=5, was=6, why="a test", at=1.5),)),
     messages.Log(30, "sgl.worker", "hot"),
+    messages.ProfileReply(12, "folder/trace"),
     messages.EncodeReply(2, (b"\x00\x00\x80?",), (3,)),
 ]
 
