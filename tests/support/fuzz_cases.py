@@ -92,6 +92,31 @@ VALID: dict[str, list[Any]] = {
         {"prompt": "a", "max_tokens": 6, "regex": "[ab]{2}"},
         {"prompt": "a", "max_tokens": 9, "structured_outputs": {"choice": ["yes", "no"]}, "logit_bias": {"7": -3}},
     ],
+    "/v1/responses": [
+        {"input": "Hi", "max_output_tokens": 4, "stream": True},
+        {"input": [{"role": "user", "content": [{"type": "input_text", "text": "a"}]},
+                   {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
+                   {"type": "function_call_output", "call_id": "c", "output": "b"}], "max_output_tokens": 3},
+        {"input": "Hi", "max_output_tokens": 9, "text": {"format": {"type": "json_schema", "name": "a",
+                                                                    "schema": _SCHEMA}}},
+    ],
+    "/v1/messages": [
+        {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4, "stream": True},
+        {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": [
+            {"type": "tool_use", "id": "t", "name": "f", "input": {}}]}, {"role": "user", "content": [
+                {"type": "tool_result", "tool_use_id": "t", "content": "b"}]}],
+         "tools": [{"name": "f", "input_schema": _SCHEMA}], "max_tokens": 3, "system": "S"},
+    ],
+    "/v1/messages/count_tokens": [{"messages": [{"role": "user", "content": "Hi"}]}],
+    "/api/chat": [
+        {"messages": [{"role": "user", "content": "Hi"}], "options": {"num_predict": 4}},
+        {"messages": [{"role": "user", "content": "Hi"}], "options": {"num_predict": 9}, "format": _SCHEMA,
+         "stream": False},
+    ],
+    "/api/generate": [
+        {"prompt": "Hi", "options": {"num_predict": 4, "stop": ["x"]}},
+        {"prompt": "Hi", "raw": True, "options": {"num_predict": 2}, "stream": False},
+    ],
     "/generate": [
         {"text": "Hi", "sampling_params": {"max_new_tokens": 4}},
         {"text": ["a", "b"], "sampling_params": [{"max_new_tokens": 2}, {"max_new_tokens": 1, "n": 2}]},
