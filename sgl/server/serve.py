@@ -1,8 +1,8 @@
 """The server's process: engine, application, signals, drain, exit status.
 
-Owns the order of starting up (engine, a warm-up token, socket, ready line) and of ending. The first SIGTERM or Ctrl-C
-begins the drain: not ready, new requests are answered 503, running ones go on for at most `drain` seconds. A second one
-ends at once. A worker that dies ends the server with status 1, after its streams were told.
+Owns the order of starting up (engine, a warm-up token, socket, ready line) and of ending. The first SIGTERM, SIGHUP or
+Ctrl-C begins the drain: not ready, new requests are answered 503, running ones go on for at most `drain` seconds. A
+second one ends at once. A worker that dies ends the server with status 1, after its streams were told.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import Any
 
 from uvicorn import Config as UvicornConfig
@@ -42,6 +42,7 @@ def serve(config: ServerConfig, engine_fields: Mapping[str, Any], say: Callable[
         ConfigError: the address cannot be listened on.
         SglError: the engine cannot start.
     """
+    say = _while_it_can_be_said(say)
     listener = _listen(config)
     try:
         with Engine(**engine_fields) as engine:
@@ -54,6 +55,16 @@ def serve(config: ServerConfig, engine_fields: Mapping[str, Any], say: Callable[
     finally:
         if listener is not None:
             listener.close()
+
+
+def _while_it_can_be_said(say: Callable[[str], None]) -> Callable[[str], None]:
+    """`say` for a process that goes on when nobody can be told: the disk is full, the terminal or pipe is closed."""
+
+    def said(line: str) -> None:
+        with suppress(OSError):
+            say(line)
+
+    return said
 
 
 def _listen(config: ServerConfig) -> socket.socket | None:
@@ -135,8 +146,9 @@ async def _run(server: Server, listener: socket.socket | None, say: Callable[[st
             web.force_exit = True
             server.abort_all()
 
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, on_signal)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # `nohup` ignores SIGHUP for us
+            loop.add_signal_handler(number, on_signal)
     serving = asyncio.create_task(web.serve(sockets=[listener] if listener is not None else None))
     died = asyncio.create_task(_worker_death(server))
     stopped = asyncio.create_task(stop.wait())

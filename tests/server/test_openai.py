@@ -227,6 +227,30 @@ def test_errors_are_the_clients_own(client: openai.OpenAI) -> None:
     assert failure.value.body["details"]["pointer"]  # type: ignore[index,call-overload]
 
 
+def test_text_offsets_count_characters_also_where_tokens_are_parts_of_them(client: openai.OpenAI) -> None:
+    asked: dict[str, Any] = {
+        "model": "dummy",
+        "prompt": "né",
+        "max_tokens": 60,
+        "temperature": 0,
+        "logprobs": 1,
+        "extra_body": {"regex": "(é|日本|x){6}"},
+    }
+    (whole,) = client.completions.create(**asked, echo=True).choices
+    assert whole.logprobs is not None
+    tokens = [
+        bytes.fromhex(token.removeprefix("bytes:").replace("\\x", "")) if "\\x" in token else token.encode()
+        for token in whole.logprobs.tokens
+    ]
+    begun = [b"".join(tokens[:index]).decode(errors="ignore") for index in range(len(tokens))]
+    assert whole.logprobs.text_offset == [len(text) for text in begun]
+    assert b"".join(tokens).decode() == whole.text
+    pieces = [piece.choices[0].logprobs for piece in client.completions.create(**asked, stream=True)]
+    streamed = [offset for piece in pieces if piece is not None for offset in piece.text_offset or ()]
+    generated = len(streamed)
+    assert streamed == [offset - len("né") for offset in whole.logprobs.text_offset[-generated:]]
+
+
 def test_images_are_refused_by_a_model_without_eyes(client: openai.OpenAI) -> None:
     url = "data:image/png;base64," + base64.b64encode(b"png").decode()
     parts = [{"type": "text", "text": "what?"}, {"type": "image_url", "image_url": {"url": url}}]

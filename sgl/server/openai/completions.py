@@ -29,7 +29,7 @@ from sgl.lang.graph import (
 from sgl.limits import DEFAULT_LIMITS
 from sgl.runtime.rendering import ModelRenderer
 from sgl.server.call import Call, Server, new_id
-from sgl.server.openai.logprobs import text_logprobs
+from sgl.server.openai.logprobs import Offsets, text_logprobs
 from sgl.server.openai.sampling import constraint_in, sampling_of
 from sgl.server.openai.types import CompletionRequest
 from sgl.server.openai.usage import finish_reason, usage_of
@@ -51,6 +51,9 @@ class Sample:
     value: ValueEvent | None = None
     length: int = 0
     told: bool = False
+
+    def __post_init__(self) -> None:
+        self.places = Offsets(len(self.prompt))
 
 
 @routes.post("/v1/completions", "user", CompletionRequest)
@@ -184,8 +187,8 @@ def _choice(sample: Sample, value: ValueEvent, renderer: ModelRenderer | None) -
         "finish_reason": finish_reason(value),
     }
     if renderer is not None:
-        offset = 0 if value.prompt_logprobs else len(sample.prompt)
-        choice["logprobs"] = text_logprobs([*value.prompt_logprobs, *value.logprobs], renderer, offset)
+        places = Offsets(0 if value.prompt_logprobs else len(sample.prompt))
+        choice["logprobs"] = text_logprobs([*value.prompt_logprobs, *value.logprobs], renderer, places)
     if value.matched is not None:
         choice["matched_stop"] = value.matched
     return choice
@@ -222,10 +225,11 @@ async def _chunks(
         match event:
             case DeltaEvent():
                 sample = samples[index][event.node]
-                offset = len(sample.prompt) + sample.length
                 sample.length += len(event.text)
                 logprobs = (
-                    text_logprobs(event.logprobs, renderer, offset) if renderer is not None and event.logprobs else None
+                    text_logprobs(event.logprobs, renderer, sample.places)
+                    if renderer is not None and event.logprobs
+                    else None
                 )
                 if event.text or logprobs is not None:
                     yield chunk(sample, event.text, logprobs)

@@ -5,6 +5,7 @@ Owns the texts of tokens: a token that is part of a character is shown as its by
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Sequence
 from typing import Any
 
@@ -43,14 +44,33 @@ def _entry(renderer: ModelRenderer, token_id: int, logprob: float | None) -> dic
     return {"token": text, "logprob": _finite(logprob), "bytes": data}
 
 
-def text_logprobs(entries: Sequence[TokenLogprob], renderer: ModelRenderer, offset: int) -> dict[str, Any]:
-    """`choices[].logprobs` of a text completion; `offset` is where the first token begins in the choice's text."""
+class Offsets:
+    """Where tokens begin in a text, one after the other; one within a character begins where the character does.
+
+    Example:
+        >>> offsets = Offsets(3)
+        >>> [offsets.of(data) for data in (b"a", "é".encode()[:1], "é".encode()[1:], b"b")]
+        [3, 4, 4, 5]
+    """
+
+    def __init__(self, start: int = 0) -> None:
+        self._next = start
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def of(self, data: bytes) -> int:
+        """The offset of the next token, which has these bytes."""
+        at = self._next
+        self._next += len(self._decoder.decode(data))
+        return at
+
+
+def text_logprobs(entries: Sequence[TokenLogprob], renderer: ModelRenderer, places: Offsets) -> dict[str, Any]:
+    """`choices[].logprobs` of a text completion; `places` go on from one call to the next."""
     tokens, offsets, logprobs, tops = [], [], [], []
     for each in entries:
-        text, _ = token_text(renderer, each.token_id)
+        text, data = token_text(renderer, each.token_id)
         tokens.append(text)
-        offsets.append(offset)
-        offset += len(text)
+        offsets.append(places.of(bytes(data)))
         logprobs.append(None if each.logprob is None else _finite(each.logprob))
         tops.append(
             None
