@@ -207,7 +207,7 @@ class GpuSteps:
             blocks=of_host["blocks"],
             num_splits=num_splits(len(host.single_rows), self._num_kv_heads),
             page_size=self._cache.page_size,
-            cascade=None if cascade is None else DeviceCascade(*attention[len(names) :], num_parts=cascade.num_parts),
+            cascade=None if cascade is None else DeviceCascade.there(attention[len(names) :], cascade.num_parts),
             most_queries=host.most_queries,
         )
         logits = self._model(_batch(ids, rows, paged), self._cache)
@@ -372,7 +372,7 @@ class _GraphCascade:
 
     def __init__(self, sharing: SharedReading, rows: int, device: torch.device) -> None:
         items = sharing.most_items(rows)
-        self._sizes = (rows, 3 * rows, rows, 6 * items)
+        self._sizes = [rows, 3 * rows, rows, 6 * items]
         self._integers = torch.zeros(sum(self._sizes), dtype=torch.int32, device=device)
         # Of its own: what is sent seldom must not wait for what every step sends.
         self._staging = Staging(device)

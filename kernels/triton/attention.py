@@ -132,8 +132,13 @@ class DeviceCascade:
     @classmethod
     def of(cls, cascade: Cascade, device: torch.device | str) -> DeviceCascade:
         """The arrays, copied one by one."""
-        arrays = (torch.from_numpy(array).to(device) for array in cascade.arrays)
-        return cls(*arrays, num_parts=cascade.num_parts)
+        return cls.there([torch.from_numpy(array).to(device) for array in cascade.arrays], cascade.num_parts)
+
+    @classmethod
+    def there(cls, arrays: Sequence[torch.Tensor], num_parts: int) -> DeviceCascade:
+        """Of `Cascade.arrays` that are on the device."""
+        shared, parts, rows, items = arrays
+        return cls(shared=shared, parts=parts, rows=rows, items=items, num_parts=num_parts)
 
 
 class HostPlan:
