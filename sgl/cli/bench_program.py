@@ -5,6 +5,7 @@ Owns the command, its flags and its tables. Imported by `sgl.cli` for the comman
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -16,10 +17,12 @@ from sgl.errors import ConfigError
 
 if TYPE_CHECKING:
     from sgl.bench.program import CounterReport
+    from sgl.bench.program_peers import PeerReport
     from sgl.bench.program_wall import WallReport
 
 COUNTERS = "Counters"
 WALL = "Wall time"
+PEER = "Peers"
 
 
 @bench.command()
@@ -66,13 +69,49 @@ def program(
             rich_help_panel=WALL,
         ),
     ] = None,
+    peer: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Six tasks against plain requests (plain), transformers, outlines or guidance, in paired runs.",
+            rich_help_panel=PEER,
+        ),
+    ] = None,
+    peer_python: Annotated[
+        str | None,
+        typer.Option(metavar="PATH", help="The interpreter that has the peer. [default: ours]", rich_help_panel=PEER),
+    ] = None,
+    task: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="Of these tasks; may repeat. [default: all]", rich_help_panel=PEER),
+    ] = None,
+    html: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Write a page with plots and raw JSON.", rich_help_panel=PEER)
+    ] = None,
     engine: dict[str, Any],
 ) -> None:
-    """Program workloads. Counters run on the `dummy` model and --wall on the default one, unless a model is given."""
+    """Program workloads. Counters run on the `dummy` model, --wall and --peer on the default one, unless a model is
+    given."""
     from sgl.bench.workloads import named
 
-    if counters and wall:
-        raise ConfigError("--counters and --wall are both given", hint="give one of the two")
+    if counters + wall + (peer is not None) > 1:
+        raise ConfigError("--counters, --wall and --peer measure different things", hint="give one of them")
+    if peer is not None:
+        from sgl.bench.harness import PairPlan
+        from sgl.bench.program_page import peer_page
+        from sgl.bench.program_peers import compare_peer
+
+        plan = PairPlan(pairs=pairs, attempts=attempts, seed=seed, patience_s=patience)
+        compared = compare_peer(peer, task or (), plan=plan, fields=engine, python=peer_python, progress=say)
+        if html is not None:
+            Path(html).write_text(peer_page(compared), encoding="utf-8")
+            say(f"page: {html}")
+        if output(compared, as_json, save):
+            show_peer(compared)
+        return
+    for flag, given in (("--peer-python", peer_python), ("--task", task), ("--html", html)):
+        if given:
+            raise ConfigError(f"{flag} belongs to --peer", hint="give --peer as well")
     chosen = named(workload or [])
     if wall:
         from sgl.bench.harness import PairPlan
@@ -106,6 +145,24 @@ def program(
     )
     if output(counted, as_json, save):
         show_counters(counted)
+
+
+def show_peer(report: PeerReport) -> None:
+    """Every task against the peer, then the geometric mean."""
+    versions = ", ".join(f"{name} {version}" for name, version in report.peer_versions.items())
+    print(f"{report.peer} ({versions}), model {report.model}, {report.dtype}")
+    print(f"{report.provenance.cpu}, cores {' '.join(map(str, report.provenance.cores))}\n")
+    rows = []
+    for each in report.tasks:
+        result, ratio = each.result, each.result.ratio if each.result is not None else None
+        times = (f"{ratio.a_s:.3f} s", f"{ratio.b_s:.3f} s") if ratio is not None else ("", "")
+        clean = f"{result.clean} of {result.attempted}" if result is not None else ""
+        verdict = result.verdict if result is not None else each.why
+        rows.append((each.task, verdict, *times, clean, f"{each.equal} of {each.num_answers}"))
+    show_table(("TASK", "RATIO", "SGL", "PEER", "CLEAN PAIRS", "EQUAL ANSWERS"), rows)
+    mean = "not measured" if report.geometric_mean is None else f"{report.geometric_mean:.2f}x"
+    print(f"\ngeometric mean {mean} ({report.measured} of {len(report.tasks)} tasks measured)")
+    print("ratio: time of the peer over time of the programs, median of the clean pairs")
 
 
 def show_counters(report: CounterReport) -> None:

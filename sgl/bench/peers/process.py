@@ -85,7 +85,7 @@ class Side:
         # It imports what this process imports, but never from the current folder on its own account. Another
         # interpreter has a path of its own.
         path = "" if python else os.pathsep.join(entry for entry in sys.path if entry)
-        host = [python, "-P", launch.__file__, _package()] if python else [sys.executable, "-P", "-m", _HOST]
+        host = [python, "-P", launch.__file__, _package(), _HOST] if python else [sys.executable, "-P", "-m", _HOST]
         self._process = subprocess.Popen(
             program or [*host, name, ",".join(map(str, cores))],
             stdin=subprocess.PIPE,
