@@ -91,6 +91,14 @@ decided = call(
 )
 print("decisions:", json.dumps(decided, indent=1)[:400])
 
+# ## Other clients
+#
+# The same server speaks Anthropic's and Ollama's API. `GET /` is a playground in the browser, and `sgl chat --url URL`
+# a talk in the terminal.
+
+with opener.open(url, timeout=60) as answer:
+    print("playground:", answer.headers["Content-Type"])
+
 # ## What is wrong is told
 #
 # A field that there is not is refused, with the nearest one.
@@ -110,4 +118,4 @@ server.stderr.close()
 print("ended with", server.wait(timeout=60))
 
 # Keys, tenants, limits, metrics and what happens to slow or broken clients: [the server](../sgl/server/README.md). To
-# run it for others: [deploy](../deploy/README.md). Next: [explain and trace](11_explain_and_trace.py).
+# run it for others: [deploy](../deploy/README.md). Next: [speculation](10_speculation.py).

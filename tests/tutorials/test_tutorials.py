@@ -37,6 +37,7 @@ PRINTS = {
     "07_streaming_and_async": r"begin: line \d+, \d+ tokens(?s:.+)40 labels: (?s:.+)cancelled: ",
     "08_batches": r"'forwards': \d+(?s:.+)refused: row 1: ",
     "09_serving": r"number: \d\d (?s:.+)remote:  (positive|negative)(?s:.+)refused with 400(?s:.+)ended with ",
+    "10_speculation": r"\d+ tokens in \d+ steps, without speculation in \d+\ndrafted: \d+ accepted: \d+\n",
     "11_explain_and_trace": r"prefilled: predicted (\d+), measured \1\n(?s:.+)line \d+: (?s:.+)\d+ steps\n",
     "12_testing": r"failed as told, at line \d+\ndied as told(?s:.+)replayed: (?s:.+)differs: ",
     "13_moving": r"\['system', .+'assistant'\]\n(kind|brave) \d\d\n(yes|no) name='(Ann|Bob)'",
@@ -136,3 +137,13 @@ def test_program_of_the_readme(shared: None, tmp_path: Path, capfd: pytest.Captu
     (tmp_path / "program.py").write_text(program)
     runpy.run_path(str(tmp_path / "program.py"), run_name="__main__")
     assert capfd.readouterr().out == output
+
+
+def test_pictures_are_there_and_small() -> None:
+    """Those that the README shows, as PNG; `.ci/pictures.py` takes them anew."""
+    shown = re.findall(r"!\[[^]]+\]\(([^)]+)\)", (ROOT / "README.md").read_text(encoding="utf-8"))
+    assert shown
+    for picture in shown:
+        data = (ROOT / picture).read_bytes()
+        assert data.startswith(b"\x89PNG")
+        assert len(data) < 100_000, picture
