@@ -513,6 +513,7 @@ class EngineSession:
         self._options: ProgramOptions | None = options
         self._program = client.open(sink)
         self._lock = threading.Lock()
+        self._unsent = False
 
     def submit(self, graph: Graph, *, finish: bool = False) -> None:
         """Execute a whole program, or what is new of it."""
@@ -529,6 +530,8 @@ class EngineSession:
     def cancel(self) -> None:
         """Stop the program and release its state."""
         with self._lock:
+            if self._unsent:
+                return  # the worker never heard of it
             try:
                 if self._options is not None:
                     self._send(Graph(nodes=()), finish=False)
@@ -543,6 +546,7 @@ class EngineSession:
         except SglError:
             if self._options is not None:
                 self._client.forget(self._program)
+                self._unsent = True
             raise
         self._options = None
 

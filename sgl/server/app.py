@@ -17,7 +17,7 @@ import sgl
 from sgl.errors import InvalidRequest, MethodNotAllowed, NotFound
 from sgl.server import anthropic, embeddings, health, native, ollama, playground, programs, scoring
 from sgl.server.call import Server
-from sgl.server.failures import error_response
+from sgl.server.failures import error_response, internal
 from sgl.server.guard import Guard
 from sgl.server.openai import chat, completions, models, responses
 from sgl.server.routes import Route, Routes, body_schema, endpoint
@@ -55,8 +55,14 @@ def create_app(server: Server) -> ASGIApp:
     for route in table():
         app.add_route(route.path, endpoint(server, route), methods=[route.method], include_in_schema=False)
     app.add_exception_handler(HTTPException, _http_error)
+    app.add_exception_handler(Exception, _bug)
     app.state.server = server
     return Guard(app, server.config)
+
+
+async def _bug(request: Request, error: Exception) -> Response:
+    """What nobody caught: FastAPI answers with this, and raises it again for the guard's log."""
+    return error_response(internal(request.state.id))
 
 
 async def _http_error(request: Request, error: Exception) -> Response:

@@ -43,9 +43,11 @@ class Guard:
         scope.setdefault("state", {})["id"] = request_id
         start = time.monotonic()
         status = 0
+        is_whole = False
 
         async def tagged(message: Message) -> None:
-            nonlocal status
+            nonlocal status, is_whole
+            is_whole = message["type"] == "http.response.body" and not message.get("more_body", False)
             if message["type"] == "http.response.start":
                 status = message["status"]
                 message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id.encode())]
@@ -61,6 +63,8 @@ class Guard:
                 await self._app(scope, receive, tagged)
         except Exception:
             log.exception("request %s to %s failed", request_id, scope["path"])
+            if is_whole:
+                return
             if status:
                 raise  # the answer has begun: the connection is closed
             await error_response(internal(request_id))(scope, receive, tagged)

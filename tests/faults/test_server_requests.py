@@ -268,6 +268,23 @@ def test_row_70_a_page_elsewhere_reaches_no_server_without_a_key(http: httpx2.Cl
     assert http.get("/health", headers={"Host": "localhost:30000"}).status_code == 200
 
 
+def test_row_71_a_bug_outside_of_every_handler_has_its_shape_too(
+    served: Served, http: httpx2.Client, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(call: Call) -> None:
+        raise RuntimeError("secret inside")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Call, "close", fails)
+        response = http.get("/version", headers={"X-Request-Id": "mine-2"})
+    assert response.status_code == 500
+    assert "mine-2" in error_of(response)["message"]
+    assert "secret inside" not in response.text
+    assert "secret inside" in caplog.text
+    assert "Exception in ASGI" not in caplog.text
+    works(http)
+
+
 def test_row_71_a_bug_says_nothing_of_the_inside(
     dummy_engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

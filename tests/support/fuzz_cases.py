@@ -16,6 +16,10 @@ from typing import Any
 HOST = "127.0.0.1"
 
 
+FOR_EVERYBODY = ("/abort_all_requests", "/start_profile", "/stop_profile")
+"""Routes of administrators that end, or slow down, what others do: their being well is no fault of the server."""
+
+
 @dataclass(frozen=True)
 class Case:
     """One request.
@@ -171,7 +175,7 @@ class Fuzzer:
         for path, operations in sorted(description["paths"].items()):
             for method, operation in operations.items():
                 self._routes.append((method.upper(), path))
-                if "requestBody" in operation:
+                if "requestBody" in operation and path not in FOR_EVERYBODY:
                     self._bodies[path] = operation["requestBody"]["content"]["application/json"]["schema"]
         self._kinds: list[tuple[Callable[[random.Random], Case], int]] = [
             (self._valid, 8), (self._varied, 22), (self._changed, 36), (self._sampled, 10), (self._bytes, 8),
@@ -261,8 +265,8 @@ class Fuzzer:
             path + "?a=%ff&a=%00", "/" + path, path + "/../..", "/%2e%2e/%2e%2e/etc/passwd", path + "%00", path + "#x",
             "/" + "a" * 3000, path + "?" + "a=b&" * 900, "/v1/models/" + "%f0%9f%98%80", "http://evil.example" + path,
         ))  # fmt: skip
-        if method == "POST" and path.startswith("/abort_all"):
-            method = "GET"  # it would end the others' requests
+        if method == "POST" and path.startswith(FOR_EVERYBODY):
+            method = "GET"
         return Case("", (_request(method.encode(), path.encode(), b""),), has_body=method != "HEAD")
 
     def _framing(self, rng: random.Random) -> Case:
