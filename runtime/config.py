@@ -40,6 +40,7 @@ from sgl.runtime.memory_plan import (
 from sgl.runtime.numerics import Dtype, Kernels, Quantization, decide_numerics
 from sgl.runtime.speculation.options import (
     Algorithm,
+    DraftSteps,
     DraftTokens,
     MatchType,
     Speculation,
@@ -174,9 +175,18 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     speculative_algorithm: Annotated[
         Algorithm | None,
         Meta(
-            description="Who guesses tokens that are checked in one step: `NGRAM`, from text that occurred before. "
-            "Outputs stay what they are."
+            description="Who guesses tokens that are checked in one step: `NGRAM`, from text that occurred before, or "
+            "`STANDALONE`, a draft model. Outputs stay what they are."
         ),
+    ] = None
+    speculative_draft_model_path: Annotated[
+        str | None, Meta(description="The draft model, named as model_path; of the same tokenizer.")
+    ] = None
+    speculative_draft_model_revision: Annotated[
+        str | None, Meta(description="Branch, tag or commit of a draft model with a hub id.")
+    ] = None
+    speculative_num_steps: Annotated[
+        DraftSteps | None, Meta(description="Tokens guessed in a row; one less than speculative_num_draft_tokens.")
     ] = None
     speculative_num_draft_tokens: Annotated[
         DraftTokens | None,
@@ -351,6 +361,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
         weights_kind: form of the checkpoint (`gguf`, `safetensors`, `dummy`).
         packed_bytes: size of a GGUF file's weights as the native kernels keep them.
         native, native_obstacle: what the native kernels are or would be built with; why they cannot be.
+        draft: what was found of the draft model, if there is one.
         layers_obstacle: why no kernels that compute whole layers can be used: the layers are not sgl's.
         prepacked_obstacles: by dtype, why oneDNN does not keep weights in its own order where torch computes.
         triton: version of the Triton that is installed, if one is.
@@ -381,6 +392,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     native: str = ""
     native_obstacle: str = "nobody looked whether the native kernels can be built"
     layers_obstacle: str = ""
+    draft: Facts | None = None
     prepacked_obstacles: dict[str, str] = {}
     triton: str = ""
 

@@ -108,7 +108,9 @@ class MaskJob:
         row, taken = first, 0
         try:
             run.matcher.fill(self._words, first)
-            for draft in run.drafts if isinstance(run.matcher, Matcher) else ():
+            if not run.drafts or not isinstance(run.matcher, Matcher):
+                return
+            for draft in run.drafts:
                 if not run.matcher.accept(draft):
                     break
                 taken += 1

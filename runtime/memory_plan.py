@@ -26,6 +26,7 @@ from sgl.kernels.workspace import (
 from sgl.limits import DEFAULT_LIMITS
 from sgl.runtime.decode_graphs import early_rows, graph_bytes, graph_rows
 from sgl.runtime.numerics import Kernels, Quantization
+from sgl.runtime.speculation.options import draft_slots
 
 if TYPE_CHECKING:
     from sgl.runtime.config import EngineConfig, Facts, ResolvedConfig
@@ -207,6 +208,7 @@ def plan_memory(sizes: Sizes, facts: Facts, static_share: float | None = None) -
             f"the largest tensor ({facts.largest_tensor / 1e6:.1f} million numbers) in float32, before it is converted",
         ),
         MemoryItem("KV pool", sizes.pool_tokens * token, "serving", f"{sizes.pool_tokens} tokens of {token} bytes"),
+        *_draft_model(sizes, facts),
         _activations(sizes, facts),
         _attention(sizes, facts),
         _logits(sizes, facts),
@@ -253,6 +255,18 @@ def _base(facts: Facts, *, cuda: bool) -> MemoryItem:
     tables = facts.vocab_size * _VOCABULARY_ROW
     why = f"Python and torch {size_text(_HOST_BASE)}, tables of {facts.vocab_size} token ids {size_text(tables)}"
     return MemoryItem("libraries", _HOST_BASE + tables, "always", why)
+
+
+def _draft_model(sizes: Sizes, facts: Facts) -> tuple[MemoryItem, ...]:
+    """Weights of the draft model, and its own keys and values."""
+    draft = facts.draft
+    if draft is None:
+        return ()
+    quantization = sizes.quantization if draft.weights_kind == "gguf" else "none"
+    weights, slots = weights_bytes(draft, sizes.dtype, quantization), draft_slots(sizes.context_len)
+    total = weights + slots * kv_bytes_per_token(draft, sizes.dtype)
+    why = f"{draft.num_parameters / 1e6:.1f} million weights, keys and values of {slots} tokens"
+    return (MemoryItem("draft model", total, "always", why),)
 
 
 def _activations(sizes: Sizes, facts: Facts) -> MemoryItem:

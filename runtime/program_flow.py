@@ -148,7 +148,7 @@ class ProgramFlow:
 
     def beginning_of(self, node: Text) -> tuple[str, bool]:
         """The text of a node up to the first value that does not exist, and whether that is all of it."""
-        texts = []
+        texts: list[str] = []
         for segment in node.segments:
             text = segment.text if isinstance(segment, LiteralText) else self._lookup(segment, node.id)
             if text is None:

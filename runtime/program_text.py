@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from sgl.errors import InvalidProgram
-from sgl.lang.graph import ProgramOptions, Rewind, Role, Text, TextEvent, Usage
+from sgl.lang.graph import ProgramOptions, Rewind, Role, Text, TextEvent, Tokens, Usage
 from sgl.runtime.branch import Branch, text_bytes
 from sgl.runtime.selection import common_length
 from sgl.runtime.services import Services
@@ -90,6 +90,7 @@ class ProgramText:
         """
         after = branch.transcript.copy()
         after.add_generated(_ANYTHING, 1)
+        ids: list[int] = []
         for node in branch.queue:
             is_whole = True
             match node:
@@ -100,13 +101,16 @@ class ProgramText:
                     after.begin(node.role)
                 case Role():
                     after.end()
+                case Tokens():
+                    ids += [*after.flush(), *node.token_ids]
+                    after.add_generated(_ANYTHING, len(node.token_ids))
                 case _:
                     break
             if after.cuts:
                 return []
             if not is_whole:
-                return after.flush()[:-1]  # the last one may be another with more text behind it
-        return after.flush()
+                return (ids + after.flush())[:-1]  # the last one may be another with more text behind it
+        return ids + after.flush()
 
     # --- marks and joins ---
 

@@ -564,12 +564,20 @@ class Scheduler:
     def _add_drafts(self, drafter: Drafter, planned: dict[int, Chunk]) -> None:
         """Give rows that decode guesses behind their known tokens, out of what the step has left."""
         left = self.config.chunked_prefill_size - sum(len(chunk.token_ids) for chunk in planned.values())
-        for request in self.running:
-            chunk, generation = planned.get(request.sequence.id), request.generation
-            if chunk is None or chunk.sample is None or generation is None or left <= 0:
-                continue
-            if chunk.follows is not None or chunk.start < request.prompt_len:
-                continue
+        rows = [
+            (request, request.generation)
+            for request in self.running
+            if (chunk := planned.get(request.sequence.id)) is not None
+            and request.generation is not None
+            and chunk.sample is not None
+            and chunk.follows is None
+            and chunk.start >= request.prompt_len
+        ]
+        drafter.prepare(rows)
+        for request, generation in rows:
+            if left <= 0:
+                return
+            chunk = planned[request.sequence.id]
             sequence = request.sequence
             length, num_pages = len(sequence), len(sequence.pages)
             most = min(left, drafter.most_of_row, self.config.context_len - length)

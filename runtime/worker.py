@@ -41,7 +41,7 @@ from sgl.runtime.decode_graphs import early_rows
 from sgl.runtime.encoding import encodes_nothing
 from sgl.runtime.failures import internal_error
 from sgl.runtime.faults import SWITCH, FaultPoints, parse_faults
-from sgl.runtime.loading.checkpoint import open_checkpoint
+from sgl.runtime.loading.checkpoint import Checkpoint, open_checkpoint
 from sgl.runtime.loading.encoder_checkpoint import EncoderCheckpoint, encoder_checkpoint
 from sgl.runtime.loading.sources import ModelSource, locate
 from sgl.runtime.logs import forward_worker_logs, set_worker_level
@@ -84,6 +84,9 @@ from sgl.runtime.overrides import Settings, override
 from sgl.runtime.processors import LogitProcessor, load_processors
 from sgl.runtime.program_jobs import job_threads
 from sgl.runtime.sampling_defaults import model_defaults
+from sgl.runtime.speculation.draft_model import DraftModel, check_tokenizers
+from sgl.runtime.speculation.options import draft_slots, resolve_speculation
+from sgl.runtime.speculation.start import make_drafter
 from sgl.runtime.text.tokenizer import Tokenizer
 from sgl.runtime.trace import Tracer
 from sgl.runtime.watchdog import Watchdog
@@ -436,7 +439,11 @@ def build_core(
     importlib.import_module("sgl.runtime.model_runner")
 
     progress(f"planning {source.name}")
-    resolved = _resolve_and_load_kernels(config, checkpoint.facts(), progress)
+    facts = checkpoint.facts()
+    draft = _open_draft_model(config, tokenizer, progress)
+    if draft is not None:
+        facts = msgspec.structs.replace(facts, draft=draft.facts())
+    resolved = _resolve_and_load_kernels(config, facts, progress)
     if resolved.model_impl == "transformers":
         log.warning("transformers' layers compute %s, which is slower than sgl's own", checkpoint.config.architecture)
     if resolved.memory is not None:
@@ -451,6 +458,10 @@ def build_core(
         quantization=resolved.quantization,
     )
     runner, sampler, device_clock = _put_to_work(model, checkpoint.config, resolved, tokenizer, processors)
+    drafter = None
+    if draft is not None:
+        progress(f"loading the draft model {config.speculative_draft_model_path}")
+        drafter = make_drafter(resolved, tokenizer, _load_draft_model(config, resolved, draft, tokenizer, processors))
     if early := early_rows(resolved.cuda_graph_max_bs_decode):
         progress(f"recording decoding steps of {', '.join(map(str, early))} rows")
         runner.capture(early)
@@ -468,6 +479,7 @@ def build_core(
         device_clock=device_clock,
         shared_prefix_tokens=lambda: runner.shared_prefix_tokens,
         faults=faults,
+        drafter=drafter,
     )
     info = {
         "kind": "decoder",
@@ -484,6 +496,63 @@ def build_core(
         "overrides": [],
     }
     return core, info
+
+
+def _open_draft_model(config: EngineConfig, tokenizer: Tokenizer, progress: Callable[[str], None]) -> Checkpoint | None:
+    """The draft model's checkpoint, if guesses come from one.
+
+    Raises:
+        ModelError: it cannot be found, fetched or read.
+        ConfigError: its tokens are others, or options of speculation contradict each other.
+    """
+    options = resolve_speculation(config)
+    if options is None or options.draft_model_path is None:
+        return None
+    draft = msgspec.structs.replace(config, model_path=options.draft_model_path, revision=options.draft_model_revision)
+    checkpoint = open_checkpoint(find_model(draft, progress))
+    check_tokenizers(checkpoint.tokenizer(), tokenizer)
+    return checkpoint
+
+
+def _load_draft_model(
+    config: EngineConfig,
+    resolved: ResolvedConfig,
+    checkpoint: Checkpoint,
+    tokenizer: Tokenizer,
+    processors: Mapping[str, LogitProcessor],
+) -> DraftModel:
+    """The draft model at work, with keys and values of its own; what it may hold is in the plan of `resolved`."""
+    num_slots = draft_slots(resolved.context_len)
+    own = resolve(
+        EngineConfig(
+            dtype=config.dtype,
+            quantization=config.quantization,
+            device=resolved.device,
+            kernels=config.kernels,
+            max_total_tokens=num_slots,
+            max_running_requests=resolved.max_running_requests,
+            chunked_prefill_size=resolved.chunked_prefill_size,
+            num_threads=resolved.num_threads,
+            enable_deterministic_inference=resolved.deterministic,
+        ),
+        msgspec.structs.replace(checkpoint.facts(), available_bytes=0),  # nothing limits: it is in the plan already
+    )
+    model = checkpoint.build_model(
+        own.dtype,
+        own.device,
+        deterministic=own.deterministic,
+        context_len=own.context_len,
+        kernels=own.kernels,
+        quantization=own.quantization,
+    )
+    runner, sampler, _ = _put_to_work(model, checkpoint.config, own, tokenizer, processors)
+    return DraftModel(
+        runner,
+        sampler,
+        num_slots=num_slots,
+        context_len=own.context_len,
+        chunk=own.chunked_prefill_size,
+    )
 
 
 def _put_to_work(

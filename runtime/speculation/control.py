@@ -91,7 +91,7 @@ class Trust:
         >>> before = trust.of("ngram", 2)
         >>> for _ in range(20):
         ...     trust.add("ngram", 2, right=False)
-        >>> trust.of("ngram", 2) < before / 4
+        >>> trust.of("ngram", 2) < before / 3
         True
     """
 
@@ -122,7 +122,12 @@ class Trust:
 
 def _prior(source: str, strength: int) -> float:
     """What a guess is worth before any was tried: a longer match is worth more."""
-    return 0.98 if source == "forced" else 1 - 0.6 / (1 + 0.6 * strength)
+    if source in _PRIORS:
+        return _PRIORS[source]
+    return 1 - 0.6 / (1 + 0.6 * strength)
+
+
+_PRIORS = {"forced": 0.98, "model": 0.7}
 
 
 class AdaptiveSlot(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

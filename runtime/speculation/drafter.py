@@ -17,6 +17,7 @@ from sgl.grammars.matcher import StopReason
 from sgl.runtime.plan import SampleSpec, StepPlan
 from sgl.runtime.sequence import Request, Sampled
 from sgl.runtime.speculation.control import AdaptiveParams, AdaptiveSteps, StepCosts, Trust
+from sgl.runtime.speculation.draft_model import DraftModel
 from sgl.runtime.speculation.proposer import NOTHING, Proposal, Proposer
 from sgl.runtime.speculation.text import Endings, Literals, node_of
 
@@ -88,6 +89,7 @@ class Drafter:
         slope: float = 0.1,
     ) -> None:
         self.proposers = tuple(proposers)
+        self._model = next((proposer for proposer in proposers if isinstance(proposer, DraftModel)), None)
         self.costs = StepCosts(slope)
         self.trust = Trust()
         self._most = most
@@ -101,7 +103,7 @@ class Drafter:
         self.longest = most
         self._left = most_of_step
         self._bar = 0.0
-        self._idle, self._pause = 0, _FIRST_PAUSE
+        self._idle, self._pause, self._is_probing = 0, _FIRST_PAUSE, False
         self._num_drafted = 0  # in the step that is planned
         self._verified: list[int] = []  # accepted drafts of the rows of this step
         self._gain = 0.0  # accepted drafts per row and step, lately
@@ -127,7 +129,8 @@ class Drafter:
         if self._num_drafted:
             self._idle, self._pause = 0, _FIRST_PAUSE
         self._idle += 1
-        if self._idle < self._pause:
+        self._is_probing = self._idle >= self._pause
+        if not self._is_probing:
             return bar
         if self._idle >= self._pause + _PROBE:
             self._idle, self._pause = 0, min(2 * self._pause, _LONGEST_PAUSE)
@@ -157,6 +160,22 @@ class Drafter:
             return False
         memory.num_empty = _PATIENCE - 1
         return True
+
+    def prepare(self, rows: Sequence[tuple[Request, Sampled]]) -> None:
+        """These rows are asked for next, all of a step."""
+        pays = bool(rows) and self._bar < 1 and self._model_pays(len(rows))
+        for proposer in self.proposers:
+            proposer.prepare(rows if pays else (), self.longest)
+
+    def _model_pays(self, num_rows: int) -> bool:
+        """Whether a draft model's forwards are worth their time: the tokens that a row gets from a step, beside how
+        much longer that takes."""
+        if self._model is None or self._steps is None or not self._model.seconds or self._is_probing:
+            return True
+        right = self.trust.of("model", 0)
+        tokens = sum(right**i for i in range(self.longest + 1))
+        plain = self.costs.seconds(num_rows)
+        return tokens * plain > self.costs.seconds(num_rows * (1 + self.longest)) + self.longest * self._model.seconds
 
     def draft(self, request: Request, generation: Sampled, room: int) -> Draft:
         """The drafts of a row, at most `room`."""

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from typing import NamedTuple, TypeAlias
 
 from sgl.runtime.cache_key import CacheKey
-from sgl.runtime.sequence import Request
+from sgl.runtime.sequence import Request, Sampled
 from sgl.runtime.speculation.options import MatchType
 from sgl.runtime.speculation.proposer import NOTHING, Proposal
 
@@ -187,7 +187,7 @@ class NgramProposer:
     def propose(self, request: Request, drafts: Sequence[int], room: int) -> Proposal:
         """See `Proposer.propose`. The strength is the length of the match."""
         sequence = request.sequence
-        scope = (sequence.namespace, request.program.name if request.program is not None else "")
+        scope = _scope_of(request)
         texts = self._scopes.get(scope)
         if texts is None:
             texts = self._scopes[scope] = _Texts(TokenIndex(self._depth, self._match_type))
@@ -206,8 +206,15 @@ class NgramProposer:
         is_own = match.stream == sequence.id
         return Proposal(texts.index.after(match, room, drafts if is_own else None), "ngram", match.length)
 
+    def prepare(self, rows: Sequence[tuple[Request, Sampled]], num_drafts: int) -> None:
+        """Nothing: one look costs microseconds."""
+
     def ended(self, request: Request) -> None:
-        """Nothing: what was generated is of use to others."""
+        """See `Proposer.ended`: what was generated since it was asked last is of use to others."""
+        texts = self._scopes.get(_scope_of(request))
+        if texts is not None and texts.knows(request.sequence.id):
+            self.num_tokens += texts.follow(request.sequence.id, request.sequence.token_ids)
+            self._bound()
 
     def _bound(self) -> None:
         """Keep to the capacity: the scope that was used longest ago loses its oldest stream."""
@@ -226,12 +233,16 @@ class _Texts:
         self._lengths: dict[int, int] = {}  # of each sequence, as far as it is indexed
         self._latest: list[int] = []  # the prompt that came last
 
+    def knows(self, sequence: int) -> bool:
+        """Whether a sequence was followed."""
+        return sequence in self._lengths
+
     def follow(self, sequence: int, token_ids: list[int]) -> int:
         """A sequence has grown to `token_ids`; how many of them are new. Of a new sequence, what it has in common with
         the one before is known."""
         done = self._lengths.get(sequence)
         if done is None:
-            done = max(0, _common_length(self._latest, token_ids) - _OVERLAP)
+            done = max(0, common_length(self._latest, token_ids) - _OVERLAP)
             self._latest = token_ids.copy()
         if done > len(token_ids):  # it was cut: what was beyond stays, as text that could have been
             done = len(token_ids)
@@ -246,7 +257,11 @@ class _Texts:
         return num_tokens
 
 
-def _common_length(a: list[int], b: list[int]) -> int:
+def _scope_of(request: Request) -> _Scope:
+    return request.sequence.namespace, request.program.name if request.program is not None else ""
+
+
+def common_length(a: list[int], b: list[int]) -> int:
     """Length of the beginning that two lists share; long equal parts are compared at once."""
     low, high = 0, min(len(a), len(b))
     while low < high:

@@ -18,14 +18,16 @@ from sgl.runtime.speculation.control import AdaptiveParams, adaptive_params
 if TYPE_CHECKING:
     from sgl.runtime.config import EngineConfig
 
-Algorithm = Literal["NONE", "NGRAM"]
+Algorithm = Literal["NONE", "NGRAM", "STANDALONE"]
 MatchType = Literal["BFS", "PROB"]
 """Of places that match equally well: the latest, or what most of them go on with."""
 DraftTokens = Annotated[int, Meta(ge=2, le=128)]
+DraftSteps = Annotated[int, Meta(ge=1, le=127)]
 TrieDepth = Annotated[int, Meta(ge=2, le=1024)]
 
-_DRAFT_TOKENS = 12
-"""As SGLang's for NGRAM: eleven guesses behind a known token."""
+_DRAFT_TOKENS: dict[Algorithm, int] = {"NGRAM": 12, "STANDALONE": 4}
+"""As SGLang's: eleven guesses of text behind a known token, three of a model."""
+_LEAST_SLOTS, _MOST_SLOTS = 16 * 1024, 64 * 1024
 
 
 class Speculation(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,6 +39,7 @@ class Speculation(msgspec.Struct, frozen=True, kw_only=True):
         adaptive: whether costs and past success decide how many; else it is always the most.
         adaptive_params: the ladder of lengths.
         ngram_max_trie_depth, ngram_match_type, ngram_capacity, ngram_external_corpus_path: of `NgramProposer`.
+        draft_model_path, draft_model_revision: of `DraftModel`.
     """
 
     algorithm: Algorithm
@@ -47,6 +50,8 @@ class Speculation(msgspec.Struct, frozen=True, kw_only=True):
     ngram_match_type: MatchType = "BFS"
     ngram_capacity: int = 1_000_000
     ngram_external_corpus_path: str | None = None
+    draft_model_path: str | None = None
+    draft_model_revision: str | None = None
 
     @property
     def most_drafts(self) -> int:
@@ -74,7 +79,8 @@ def resolve_speculation(config: EngineConfig) -> Speculation | None:
                 param=given[0],
             )
         return None
-    num_draft_tokens = config.speculative_num_draft_tokens or _DRAFT_TOKENS
+    _check_algorithm(config, algorithm)
+    num_draft_tokens = _num_draft_tokens(config, algorithm)
     ladder = config.speculative_adaptive_config
     if ladder is not None and not config.speculative_adaptive:
         raise ConfigError(
@@ -91,7 +97,46 @@ def resolve_speculation(config: EngineConfig) -> Speculation | None:
         ngram_match_type=config.speculative_ngram_match_type,
         ngram_capacity=config.speculative_ngram_capacity,
         ngram_external_corpus_path=config.speculative_ngram_external_corpus_path,
+        draft_model_path=config.speculative_draft_model_path,
+        draft_model_revision=config.speculative_draft_model_revision,
     )
+
+
+def draft_slots(context_len: int) -> int:
+    """Tokens whose keys and values a draft model keeps: what is dropped is computed again."""
+    return min(_MOST_SLOTS, max(_LEAST_SLOTS, context_len))
+
+
+def _check_algorithm(config: EngineConfig, algorithm: Algorithm) -> None:
+    """Refuse options of another algorithm."""
+    others = "speculative_draft_" if algorithm == "NGRAM" else "speculative_ngram_"
+    wrong = next((name for name in _fields(config) if name.startswith(others)), None)
+    if wrong is not None:
+        other = "STANDALONE" if algorithm == "NGRAM" else "NGRAM"
+        raise ConfigError(
+            f"{wrong} is given, but speculative_algorithm is {algorithm}",
+            hint=f"leave {wrong} out, or set speculative_algorithm to {other}",
+            param=wrong,
+        )
+    if algorithm == "STANDALONE" and config.speculative_draft_model_path is None:
+        raise ConfigError(
+            "speculative_algorithm is STANDALONE, but no draft model is given",
+            hint="set speculative_draft_model_path to a smaller model with the same tokenizer",
+            param="speculative_draft_model_path",
+        )
+
+
+def _num_draft_tokens(config: EngineConfig, algorithm: Algorithm) -> int:
+    """Tokens of a row: one more than the steps of a chain, whichever of the two is given."""
+    tokens, steps = config.speculative_num_draft_tokens, config.speculative_num_steps
+    if steps is not None and tokens is not None and tokens != steps + 1:
+        raise ConfigError(
+            f"speculative_num_draft_tokens is {tokens} and speculative_num_steps {steps}: a chain has one token more "
+            "than steps",
+            hint=f"set speculative_num_draft_tokens to {steps + 1}, or leave one of the two out",
+            param="speculative_num_draft_tokens",
+        )
+    return steps + 1 if steps is not None else tokens or _DRAFT_TOKENS[algorithm]
 
 
 def _fields(config: EngineConfig) -> list[str]:

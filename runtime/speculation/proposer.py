@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
-from sgl.runtime.sequence import Request
+from sgl.runtime.sequence import Request, Sampled
 
 
 class Proposal(NamedTuple):
@@ -32,6 +32,9 @@ NOTHING = Proposal((), "")
 
 class Proposer(Protocol):
     """Guesses how sequences go on."""
+
+    def prepare(self, rows: Sequence[tuple[Request, Sampled]], num_drafts: int) -> None:
+        """Rows that may be asked for next, all of a step: for who computes many at once."""
 
     def propose(self, request: Request, drafts: Sequence[int], room: int) -> Proposal:
         """At most `room` tokens that may come after the request's known tokens and `drafts`; none is an answer, too."""

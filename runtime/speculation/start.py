@@ -10,32 +10,41 @@ from pathlib import Path
 
 from sgl.errors import ConfigError
 from sgl.runtime.config import ResolvedConfig
+from sgl.runtime.speculation.draft_model import DraftModel
 from sgl.runtime.speculation.drafter import Drafter
 from sgl.runtime.speculation.ngram import NgramProposer, TokenIndex
 from sgl.runtime.speculation.options import Speculation
+from sgl.runtime.speculation.proposer import Proposer
 from sgl.runtime.text.tokenizer import Tokenizer
 
 _SLOPES = {"cpu": 0.15, "cuda": 0.01}
 """What a row more adds to a step of one, before any was timed: on a GPU weights are read either way."""
 
 
-def make_drafter(config: ResolvedConfig, tokenizer: Tokenizer) -> Drafter | None:
+def make_drafter(config: ResolvedConfig, tokenizer: Tokenizer, model: DraftModel | None = None) -> Drafter | None:
     """The drafter of an engine; `None` when it does not speculate.
+
+    Args:
+        model: the draft model, where the algorithm is `STANDALONE`; without one nobody guesses.
 
     Raises:
         ConfigError: a corpus that cannot be read.
     """
     options = config.speculation
-    if options is None:
+    if options is None or (options.algorithm == "STANDALONE" and model is None):
         return None
-    ngram = NgramProposer(
-        options.ngram_capacity,
-        options.ngram_max_trie_depth,
-        options.ngram_match_type,
-        _corpus(options, tokenizer),
-    )
+    proposer: Proposer
+    if model is not None:
+        proposer = model
+    else:
+        proposer = NgramProposer(
+            options.ngram_capacity,
+            options.ngram_max_trie_depth,
+            options.ngram_match_type,
+            _corpus(options, tokenizer),
+        )
     return Drafter(
-        [ngram],
+        [proposer],
         most=options.most_drafts,
         most_of_step=config.max_drafts,
         adaptive=options.adaptive_params if options.adaptive else None,

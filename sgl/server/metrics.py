@@ -34,6 +34,7 @@ _COUNTERS = {
     "sgl:forced_tokens": ("forced_tokens", "Output tokens appended without sampling."),
     "sgl:accepted_tokens": ("accepted_tokens", "Drafted tokens that were kept."),
     "sgl:drafted_tokens": ("drafted_tokens", "Tokens that speculation proposed."),
+    "sgl:verifications": ("verifications", "Rows of steps that had drafts."),
     "sgl:programs": ("programs", "Programs opened."),
 }
 _GAUGES = {
@@ -43,6 +44,8 @@ _GAUGES = {
     "sglang:num_running_reqs": ("num_running", "Sequences in the batch."),
     "sglang:num_queue_reqs": ("num_waiting", "Sequences before it."),
     "sglang:token_usage": ("usage", "Share of the pool's pages that are held (1 is all)."),
+    "sglang:spec_accept_length": ("accept_len", "Tokens that a verification of drafts gives, on average."),
+    "sglang:spec_accept_rate": ("accept_rate", "Share of the drafted tokens that were kept."),
     "sgl:num_programs": ("num_programs", "Open programs."),
 }
 
@@ -135,6 +138,8 @@ class _EngineStats(Collector):
         if not stats:
             return
         stats["output_tokens"] = stats["decode_tokens"] + stats["forced_tokens"]
+        stats["accept_len"] = 1 + stats["accepted_tokens"] / max(stats["verifications"], 1)
+        stats["accept_rate"] = stats["accepted_tokens"] / max(stats["drafted_tokens"], 1)
         stats["usage"] = stats["pages_held"] / max(stats["pages_total"], 1)
         for families, kind in ((_COUNTERS, CounterMetricFamily), (_GAUGES, GaugeMetricFamily)):
             for name, (field, text) in families.items():

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import msgspec
 import pytest
 from support.programs import start, text
 from support.scripted import Rig, expected_greedy
 
+from sgl.errors import ConfigError
 from sgl.grammars.spec import Regex
 from sgl.lang.graph import DeltaEvent, FailedEvent, Fork, Gen, Join, Node, Sampling, Select, ValueEvent
-from sgl.runtime.sequence import Request
+from sgl.runtime.config import config_from_mapping
+from sgl.runtime.sequence import Request, Sampled
 from sgl.runtime.speculation.drafter import Drafter
+from sgl.runtime.speculation.options import resolve_speculation
 from sgl.runtime.speculation.proposer import Proposal
 
 
@@ -36,6 +41,9 @@ class Oracle:
         right = expected_greedy(context, min(room, self.most))
         rng = random.Random(f"{len(context)}:{request.sequence.id}")
         return Proposal([97 if rng.random() < self.wrong else token_id for token_id in right], "oracle", 3)
+
+    def prepare(self, rows: Sequence[tuple[Request, Sampled]], num_drafts: int) -> None:
+        return
 
     def ended(self, request: Request) -> None:
         return
@@ -275,3 +283,58 @@ def test_constraints_behind_literals() -> None:
     nodes = (gen(1, n=4), text(2, ' "name": "'), node, text(4, '", '), gen(5, n=3, name="z"))
     on, _ = both(*nodes, num_pages=500, make=lambda: drafter(Oracle(0.0), most=12, most_of_step=64))
     assert 0 < on.core.stats.accepted_tokens <= on.core.stats.drafted_tokens
+
+
+@pytest.mark.parametrize(
+    ("options", "param"),
+    [
+        ({"speculative_algorithm": "STANDALONE"}, "speculative_draft_model_path"),
+        ({"speculative_algorithm": "NGRAM", "speculative_draft_model_path": "x"}, "speculative_draft_model_path"),
+        ({"speculative_num_steps": 3}, "speculative_num_steps"),
+        (
+            {"speculative_algorithm": "NGRAM", "speculative_num_steps": 3, "speculative_num_draft_tokens": 3},
+            "speculative_num_draft_tokens",
+        ),
+        (
+            {"speculative_algorithm": "NGRAM", "speculative_adaptive": False, "speculative_adaptive_config": {}},
+            "speculative_adaptive_config",
+        ),
+        (
+            {"speculative_algorithm": "NGRAM", "speculative_adaptive_config": {"1": {"candidate_steps": []}}},
+            "speculative_adaptive_config",
+        ),
+    ],
+)
+def test_contradictory_options_are_refused(options: dict[str, object], param: str) -> None:
+    if Rig.overlaps:
+        pytest.skip("options do not depend on it")
+    with pytest.raises(ConfigError) as error:
+        resolve_speculation(config_from_mapping(options))
+    assert error.value.param == param
+
+
+def test_a_corpus_is_guessed_from(tmp_path: Path) -> None:
+    """Text that only the user's file has."""
+    prompt = list(b"row ")
+    path = tmp_path / "corpus.jsonl"
+    path.write_text(json.dumps({"text": bytes([*prompt, *expected_greedy(prompt, 20)]).decode()}) + "\n")
+    options = {"speculative_algorithm": "NGRAM", "speculative_ngram_external_corpus_path": str(path)}
+    given = resolve_speculation(config_from_mapping({**options, "speculative_adaptive": False}))
+    rig = Rig(speculation=given, num_pages=100)
+    start(rig, 0, text(0, "row "), gen(1, n=20))
+    rig.run()
+    assert rig.core.stats.accepted_tokens >= 15
+    assert rig.core.stats.forwards < 8 + 12 * Rig.overlaps
+
+
+def test_guesses_do_not_cross_salts() -> None:
+    """What one tenant's programs wrote is no guess for another's."""
+    given = resolve_speculation(config_from_mapping({"speculative_algorithm": "NGRAM", "speculative_adaptive": False}))
+    rig = Rig(speculation=given, num_pages=400)
+    accepted = []
+    for program, salt in enumerate(("a", "a", "b")):
+        before = rig.core.stats.accepted_tokens
+        start(rig, program, text(0, "row "), gen(1, n=20), cache_salt=salt)
+        rig.run()
+        accepted.append(rig.core.stats.accepted_tokens - before)
+    assert accepted[0] == accepted[2] < 5 < accepted[1]
