@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -56,6 +57,10 @@ class Tile(NamedTuple):
 
 DECODE = Tile(16, 64, 4, 3)
 """Of rows of one token; queries are the heads that share a key head, at least."""
+_FEW, _MANY = 4, 128
+"""Rows of one token up to which, and from which on, other tiles are quicker."""
+OWN = Tile(16, 64, 4, 2)
+"""Of what rows read beside a group's prefix: small enough to run beside a program of the group."""
 PREFILL = Tile(64, 64, 4, 3)
 RUN = Tile(16, 64, 4, 3)
 """Of chunks of few tokens; queries are heads times tokens, at least."""
@@ -84,6 +89,28 @@ def shared_tile(num_rows: int, group: int) -> Tile:
     """
     queries = max(16, triton.next_power_of_2(num_rows * group))
     return SHARED if queries >= SHARED.queries else Tile(queries, SHARED.keys, 4, SHARED.stages)
+
+
+def decode_tile(num_rows: int, head_bytes: int, page_size: int = 1) -> Tile:
+    """Of rows of one token, for keys of `head_bytes` each; what was quickest on an H200 (`kernels/README.md`).
+
+    Example:
+        >>> decode_tile(1, 256).warps, decode_tile(64, 256).warps, decode_tile(256, 256).keys
+        (8, 4, 128)
+    """
+    if num_rows <= _FEW:
+        return DECODE._replace(warps=8)
+    if num_rows >= _MANY and page_size == 1 and head_bytes <= 256 and _fits_wide_tiles():
+        return DECODE._replace(keys=128)
+    return DECODE
+
+
+@cache
+def _fits_wide_tiles() -> bool:
+    """Whether a multiprocessor of the GPU holds three blocks of 128 keys and values; no GPU minds."""
+    if not torch.cuda.is_available():
+        return True
+    return torch.cuda.get_device_capability() in ((9, 0), (10, 0), (10, 3))
 
 
 @dataclass(frozen=True)
@@ -287,20 +314,25 @@ def paged_attention(
     plan: PagedPlan,
     scale: float,
     *,
-    decode: Tile = DECODE,
+    decode: Tile | None = None,
     shared: Tile | None = None,
+    apart: bool = True,
 ) -> torch.Tensor:
     """Causal attention of every token of the step over its sequence's pages; `[T, H, D]`.
 
     Args:
-        decode, shared: how the kernels cut their work, for measurements of other ways; by default `shared` is
-            `shared_tile` of the rows of the step.
+        decode, shared: how the kernels cut their work, for measurements of other ways; by default `decode_tile` (`OWN`
+            beside groups) and `shared_tile` of the rows of the step.
+        apart: what groups read is joined by a kernel behind both, so that rows' own keys are read beside the groups';
+            otherwise by the kernel of the rows, which waits for the groups.
     """
     out_THD = torch.empty_like(query_THD)
     common = _Common(query_THD, keys_SKD, values_SKD, out_THD, plan, scale * _LOG2_E)
     if len(plan.single_rows):
         group = query_THD.shape[1] // keys_SKD.shape[1]
-        _attend_singles(common, decode, shared or shared_tile(len(plan.single_rows), group))
+        rows, head_bytes = len(plan.single_rows), query_THD.shape[2] * query_THD.itemsize
+        own = OWN if plan.cascade is not None else decode_tile(rows, head_bytes, plan.page_size)
+        _attend_singles(common, decode or own, shared or shared_tile(rows, group), apart=apart)
     if len(plan.blocks):
         group = query_THD.shape[1] // keys_SKD.shape[1]
         most = triton.next_power_of_2(plan.most_queries)
@@ -349,7 +381,7 @@ class _Common(NamedTuple):
         return mixed, torch.empty(parts, H, 2, dtype=torch.float32, device=device)
 
 
-def _attend_singles(common: _Common, decode: Tile, shared: Tile) -> None:
+def _attend_singles(common: _Common, decode: Tile, shared: Tile, *, apart: bool) -> None:
     query, keys, values, out, plan, scale = common
     H, K, D = query.shape[1], keys.shape[1], query.shape[2]
     shape, stride = common.shape, keys.stride(0)
@@ -362,14 +394,15 @@ def _attend_singles(common: _Common, decode: Tile, shared: Tile) -> None:
             cascade.rows, cascade.items, stride, scale, **shape,
             BLOCK_M=shared.queries, BLOCK_KEYS=shared.keys, num_warps=shared.warps, num_stages=shared.stages,
         )  # fmt: skip
-    partial, sums = common.room(num_singles * splits if splits > 1 else 0)
+    apart = splits > 1 or (apart and cascade is not None)
+    partial, sums = common.room(num_singles * splits if apart else 0)
     attend_singles[(num_singles, K, splits)](
         query, keys, values, out, partial, sums, plan.single_rows, plan.single_pages, plan.single_lengths, plan.pages,
         row_shared, row_parts, shared_partial, shared_sums, stride, scale, **shape, SPLITS=splits,
-        SHARED=cascade is not None, BLOCK_G=max(decode.queries, triton.next_power_of_2(H // K)), BLOCK_KEYS=decode.keys,
-        num_warps=decode.warps, num_stages=decode.stages,
+        SHARED=cascade is not None, APART=apart, BLOCK_G=max(decode.queries, triton.next_power_of_2(H // K)),
+        BLOCK_KEYS=decode.keys, num_warps=decode.warps, num_stages=decode.stages,
     )  # fmt: skip
-    if splits > 1:
+    if apart:
         merge_splits[(num_singles, H)](
             partial, sums, out, plan.single_rows, plan.single_lengths, row_shared, row_parts, shared_partial,
             shared_sums, H=H, D=D, SPLITS=splits, SHARED=cascade is not None, BLOCK_KEYS=decode.keys,

@@ -19,13 +19,15 @@ import torch
 
 _FIRST_CAPABILITY = 9
 _is_on = True
+UNCHAINED: dict[str, Any] = {"PDL": False}
+"""What a launch is given that is not chained."""
 
 
 def chained(device: torch.device) -> dict[str, Any]:
     """What a launch on `device` is given besides its own arguments: `PDL` for the kernel, and the launcher's option."""
     if _is_on and device.type == "cuda" and _capability(device) >= _FIRST_CAPABILITY:
         return {"PDL": True, "launch_pdl": True}
-    return {"PDL": False}
+    return UNCHAINED
 
 
 @contextmanager

@@ -21,12 +21,14 @@ import torch
 import triton
 import triton.language as tl
 
-from sgl.kernels.triton.chaining import chained
+from sgl.kernels.triton.chaining import UNCHAINED, chained
 
 MAX_ROWS = 16
 """Rows that one pass over the weights serves."""
-_LONGEST_STREAM = 16384
-"""Inputs that a program of `_stream` can hold."""
+_SHORTEST_STREAM, _LONGEST_STREAM = 2048, 16384
+"""Inputs that are worth a program of `_stream`, and those that it can hold."""
+_HEAD = 65536
+"""Outputs from which on a matrix is a model's head: so many programs that their start and end count for nothing."""
 _SHARED_BYTES = 200_000
 """Of a multiprocessor, for what is on its way; of Hopper's 227 KiB."""
 
@@ -39,6 +41,8 @@ class Tile(NamedTuple):
         block_n, block_k: rows and columns of the weights that are on their way together; `stream` takes whole rows.
         stages: such blocks on their way at a time.
         programs: of `stream`, per multiprocessor.
+        chained: launched so that it begins while the kernel before it ends. Large grids of `walk` lose by it: all but
+            their first programs fetch ahead of nothing.
     """
 
     kernel: Literal["walk", "stream"]
@@ -47,6 +51,7 @@ class Tile(NamedTuple):
     stages: int = 3
     warps: int = 4
     programs: int = 2
+    chained: bool = True
 
 
 @triton.jit
@@ -202,7 +207,7 @@ def linear_rows(
     added = x_TK if residual is None else residual
     block_k = triton.next_power_of_2(max(K, 64))
     shape: dict[str, Any] = {"K": K, "GATED": gated, "RESIDUAL": residual is not None, "num_warps": tile.warps}
-    shape |= {"BLOCK_N": tile.block_n, "STAGES": tile.stages, **chained(x_TK.device)}
+    shape |= {"BLOCK_N": tile.block_n, "STAGES": tile.stages, **(chained(x_TK.device) if tile.chained else UNCHAINED)}
     if tile.kernel == "stream":
         programs = min(triton.cdiv(N, tile.block_n), tile.programs * _multiprocessors(x_TK.device))
         _stream[(programs,)](x_TK, weight_NK, added, out, N, BLOCK_K=block_k, **shape)
@@ -216,17 +221,21 @@ def linear_rows(
 
 
 def best_tile(num_rows: int, N: int, K: int, *, gated: bool) -> Tile:
-    """Block sizes that came out best on an H200 among some eighty, for matrices of 4,096 columns and more.
+    """What came out best on an H200 in `sgl bench gpu --part products`, for matrices of 4,096 columns and more
+    (`kernels/README.md` has the rates).
 
-    One row is multiplied without the matrix units, in long strips; more rows are padded to the 16 that they take.
+    One row is multiplied without the matrix units; more rows are padded to the 16 that they take.
     """
+    is_head = N >= _HEAD
     if num_rows == 1:
-        return Tile("walk", 8 if K > 8192 else 4, 2048)
+        if is_head or not _SHORTEST_STREAM <= K <= _LONGEST_STREAM:
+            return Tile("walk", 8 if K > 8192 else 4, 2048, chained=not is_head)
+        return Tile("stream", 1, stages=3, warps=8, programs=3)
     if gated:
-        return Tile("walk", 32, 128)
+        return Tile("walk", 32, 128, chained=False)
     if N <= 4096:
         return Tile("walk", 32, 512, stages=4)
-    return Tile("walk", 64, 256 if N < 65536 else 128, stages=4)
+    return Tile("walk", 64, 128 if is_head else 256, stages=4, chained=False)
 
 
 def tiles_to_compare(num_rows: int, N: int, K: int, *, gated: bool) -> list[Tile]:
@@ -244,11 +253,11 @@ def tiles_to_compare(num_rows: int, N: int, K: int, *, gated: bool) -> list[Tile
         ]
     else:
         others = [Tile("walk", n, k, stages=s, warps=w) for n, k, s, w in _DOTS]
-    return [in_use, *(tile for tile in others if tile != in_use)]
+    return list(dict.fromkeys([in_use, in_use._replace(chained=not in_use.chained), *others]))
 
 
-_WALKS = ((2, 2048, 4, 4), (4, 1024, 5, 4), (8, 1024, 4, 4), (4, 2048, 4, 8), (2, 4096, 3, 8))
-_STREAMS = ((1, 6, 4, 4), (1, 3, 8, 3), (2, 4, 4, 3), (1, 8, 8, 2), (2, 5, 8, 2), (4, 3, 8, 2))
+_WALKS = ((4, 2048, 3, 4), (8, 2048, 3, 4), (2, 2048, 4, 4), (8, 1024, 4, 4))
+_STREAMS = ((1, 3, 8, 3), (1, 3, 8, 2), (1, 2, 8, 4), (1, 3, 4, 4), (1, 4, 8, 3), (2, 4, 4, 3))
 _DOTS = ((16, 512, 4, 4), (32, 256, 4, 4), (64, 128, 5, 4), (16, 1024, 3, 4))
 
 

@@ -129,13 +129,14 @@ def attend_singles(
     PAGE: tl.constexpr,
     SPLITS: tl.constexpr,
     SHARED: tl.constexpr,
+    APART: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One part of what one row reads by itself, for the query heads that share a key head; joined with what its group
-    reads, when it is not in parts."""
+    """One part of what one row reads by itself, for the query heads that share a key head. What its group reads is
+    joined with it here, unless it is put together `APART`."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         # The kernel of the groups had waited for everything before it when this one was launched.
@@ -165,8 +166,14 @@ def attend_singles(
         stride_slot, scale, ids_g, 0, ids_g, ids_g, _INSIDE, PAGE, D, BLOCK_KEYS, PRECISION,
     )  # fmt: skip
     if PDL and SHARED:
-        tl.extra.cuda.gdc_wait()
-    if SPLITS == 1:
+        if APART:
+            # Nothing of the groups is read here, but this must not be over before their kernel: the last program waits.
+            is_last = (b == tl.num_programs(0) - 1) & (head == tl.num_programs(1) - 1)
+            if is_last:
+                tl.extra.cuda.gdc_wait()
+        else:
+            tl.extra.cuda.gdc_wait()
+    if not APART:
         if SHARED:
             part = tl.load(row_parts + b * 3)
             stride = tl.load(row_parts + b * 3 + 1)

@@ -297,15 +297,17 @@ def _decode_case(sizes: Sizes, rows: int, page_size: int) -> _Case:
 
         plan = _plan(sizes, [sizes.context] * rows, page_size)
         query = _queries(sizes, rows)
-        yield _way(f"triton {tuple(attention.DECODE)}, {plan.num_splits} splits", query, plan)
+        used = attention.decode_tile(rows, query.shape[-1] * query.itemsize, page_size)
+        yield _way(f"triton {tuple(used)}, {plan.num_splits} splits", query, plan)
         if page_size != sizes.page_sizes[0]:
             return
         for splits in sorted({max(1, plan.num_splits // 2), 2 * plan.num_splits, 4 * plan.num_splits}):
             if splits != plan.num_splits:
-                way = f"triton {tuple(attention.DECODE)}, {splits} splits"
+                way = f"triton {tuple(used)}, {splits} splits"
                 yield _way(way, query, replace(plan, num_splits=splits))
         for tile in _decode_tiles():
-            yield _way(f"triton {tuple(tile)}, {plan.num_splits} splits", query, plan, decode=tile)
+            if tile != used:
+                yield _way(f"triton {tuple(tile)}, {plan.num_splits} splits", query, plan, decode=tile)
         yield from _sdpa_decode(sizes, rows)
 
     num_bytes = rows * sizes.context * _key_bytes(sizes) + _query_bytes(sizes, rows)
@@ -325,7 +327,9 @@ def _cascade_case(sizes: Sizes) -> _Case:
         together = _together(sizes, apart, attention.SHARED)
         yield _way(f"triton, prefix together {tuple(attention.SHARED)}", query, together)
         yield _way("triton, each row by itself", query, apart)
-        for tile in _wide_tiles():
+        yield _way("triton, prefix together, rows join it", query, together, apart=False)
+        yield _way(f"triton, prefix together, own {tuple(attention.DECODE)}", query, together, decode=attention.DECODE)
+        for tile in (*_huge_tiles(), *_wide_tiles()):
             if tile != attention.SHARED:
                 name = f"triton, prefix together {tuple(tile)}"
                 yield _way(name, query, _together(sizes, apart, tile), shared=tile)
@@ -373,6 +377,7 @@ def _decode_tiles() -> Iterator[Tile]:
     from sgl.kernels.triton.attention import Tile
 
     for keys, warps, stages in (
+        (64, 4, 3),
         (32, 4, 4),
         (64, 4, 2),
         (64, 4, 4),
@@ -403,11 +408,19 @@ def _wide_tiles() -> Iterator[Tile]:
         yield Tile(queries, keys, warps, stages)
 
 
-def _way(name: str, query: torch.Tensor, plan: PagedPlan, **tiles: Tile) -> _Way:
+def _huge_tiles() -> Iterator[Tile]:
+    """For prefixes of groups: keys are read once for more rows, by more warps."""
+    from sgl.kernels.triton.attention import Tile
+
+    for keys, warps, stages in ((64, 16, 3), (64, 16, 2), (128, 16, 2)):
+        yield Tile(256, keys, warps, stages)
+
+
+def _way(name: str, query: torch.Tensor, plan: PagedPlan, **cut: Any) -> _Way:
     from sgl.kernels.triton.attention import paged_attention
 
     scale = query.shape[-1] ** -0.5
-    return _Way(name, lambda keys, values: paged_attention(query, keys, values, plan, scale, **tiles))
+    return _Way(name, lambda keys, values: paged_attention(query, keys, values, plan, scale, **cut))
 
 
 def _queries(sizes: Sizes, num_tokens: int) -> torch.Tensor:

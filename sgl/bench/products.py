@@ -70,7 +70,6 @@ def compare_products(
     Args:
         until: of `time.monotonic`, when to end; what was not measured by then is left out.
     """
-    from sgl.kernels.triton.chaining import plain_launches
     from sgl.kernels.triton.matmul import tiles_to_compare
 
     ways = {shape: tiles_to_compare(shape.rows, _n(shape), shape.inputs, gated=shape.gated) for shape in shapes}
@@ -82,8 +81,6 @@ def compare_products(
             measure = _Product(shape)
             found(measure.rate(str(tuple(tile)), tile, in_use=index == 0))
             if index == 0:
-                with plain_launches():
-                    found(measure.rate(f"{tuple(tile)} launched plainly", tile))
                 found(measure.torch_rate())
 
 

@@ -81,6 +81,7 @@ class StepBench:
             raise BenchError(f"build_core made a {type(core).__name__}")
         self.core = core
         self._prompts: dict[int, list[list[int]]] = {}
+        self._computed: dict[int, int] = {}  # by context: of how many prompts the cache has keys and values
 
     @property
     def step_weights_bytes(self) -> int:
@@ -108,7 +109,11 @@ class StepBench:
 
     def tokens(self, *, rows: int, context: int, new_tokens: int) -> list[tuple[int, ...]]:
         """What `rows` prompts go on with, greedily, decoded together."""
-        programs = [self._start(prompt, new_tokens) for prompt in self._taken(rows, context)]
+        return self.complete(self._taken(rows, context), new_tokens)
+
+    def complete(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> list[tuple[int, ...]]:
+        """What these prompts, ids of tokens, go on with, greedily, computed together."""
+        programs = [self._start(prompt, new_tokens) for prompt in prompts]
         values = self._finish(programs)
         return [tuple(values[program].token_ids) for program in programs]
 
@@ -124,6 +129,7 @@ class StepBench:
         with self.plain_steps():
             for number in range(times):
                 self.core.flush_cache()
+                self._computed.clear()
                 (prompt,) = Prompts(self.info["vocab_size"], seed=f"prefill {number}").take(1, length)
                 program = self._start(prompt, 1)
                 start = time.perf_counter()
@@ -156,6 +162,10 @@ class StepBench:
     @contextmanager
     def _decoding(self, rows: int, context: int, steps: int) -> Iterator[None]:
         """Meanwhile so many rows decode, for `steps` steps at least."""
+        if self._computed.get(context, 0) < rows:
+            # Beforehand: or the first rows would be done before the last prompt is computed.
+            self._finish([self._start(prompt, 1) for prompt in self._taken(rows, context)])
+            self._computed[context] = rows
         budget = steps + 2 * _WARM_STEPS + 8
         programs = [self._start(prompt, budget + row % 2) for row, prompt in enumerate(self._taken(rows, context))]
         scheduler = self.core.scheduler

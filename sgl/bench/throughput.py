@@ -179,14 +179,13 @@ def _measure(
         short = new_tokens // 2 if info["resolved"]["device"] == "cuda" else 1
 
         def call(count: int = count, short: int = short, clock: _Clock = clock) -> float:
-            first = clock.timed(prompts[:count], short, -1)
-            return (clock.timed(prompts[:count], new_tokens, 1) - first) / (new_tokens - short)
+            return clock.between(prompts[:count], short, new_tokens) / (new_tokens - short)
 
         sizes = {**info["resolved"], "weights_bytes": info["step_weights_bytes"]}
-        made = cell(path.name, count, context, new_tokens, take(call, sampler, plan), sizes)
+        made = cell(path.name, count, context, new_tokens, take(call, sampler, plan), sizes, first=short)
         if (host_gap := clock.host_gap) is not None and not info["resolved"]["disable_overlap_schedule"]:
             engine.override(disable_overlap_schedule=True, why="sgl bench throughput compares")
-            plain = cell(path.name, count, context, new_tokens, take(call, sampler, plan), sizes)
+            plain = cell(path.name, count, context, new_tokens, take(call, sampler, plan), sizes, first=short)
             engine.override(disable_overlap_schedule=False, why="sgl bench throughput has compared")
             made = msgspec.structs.replace(made, plain_step_s=plain.step_s)
         cells.append(msgspec.structs.replace(made, host_gap=host_gap))
@@ -194,25 +193,33 @@ def _measure(
 
 
 class _Clock:
-    """Times calls, and sums what the device did in them: long ones added, short ones taken off."""
+    """Times pairs of calls, and sums what the device did in a long one beyond a short one. The first pair does not
+    count: kernels are compiled and steps recorded in it, for seconds that look as if the device computed."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._busy_s = self._idle_s = 0.0
+        self._device_s: list[tuple[float, float]] = []
 
-    def timed(self, prompts: list[list[int]], new_tokens: int, sign: int) -> float:
-        """Seconds of one call."""
+    def between(self, prompts: list[list[int]], short: int, long: int) -> float:
+        """Seconds by which a call with `long` new tokens lasts longer than one with `short`."""
+        spent = [self._timed(prompts, new_tokens) for new_tokens in (short, long)]
+        seconds, busy, idle = (more - less for less, more in zip(*spent, strict=True))
+        self._device_s.append((busy, idle))
+        return seconds
+
+    def _timed(self, prompts: list[list[int]], new_tokens: int) -> tuple[float, float, float]:
+        """Seconds of one call; of these, that the device computed and waited."""
         before = self._engine.stats()
         seconds = generate(self._engine, prompts, new_tokens)
         after = self._engine.stats()
-        self._busy_s += sign * (after["device_busy_s"] - before["device_busy_s"])
-        self._idle_s += sign * (after["device_idle_s"] - before["device_idle_s"])
-        return seconds
+        busy, idle = (after[name] - before[name] for name in ("device_busy_s", "device_idle_s"))
+        return seconds, busy, idle
 
     @property
     def host_gap(self) -> float | None:
         """The share of the time in which the device waited for the host; `None` where nobody measures."""
-        return max(0.0, self._idle_s) / (self._busy_s + self._idle_s) if self._busy_s > 0 else None
+        busy, idle = (sum(spent) for spent in zip((0.0, 0.0), *self._device_s[1:], strict=True))
+        return max(0.0, idle) / (busy + max(0.0, idle)) if busy > 0 else None
 
 
 def generate(engine: Engine, prompts: list[list[int]], new_tokens: int) -> float:
@@ -242,9 +249,19 @@ def take(call: Callable[[], float], sampler: Sampler, plan: PairPlan) -> list[Sa
 
 
 def cell(
-    path: str, rows: int, context: int, new_tokens: int, samples: Sequence[Sample], resolved: Mapping[str, Any]
+    path: str,
+    rows: int,
+    context: int,
+    new_tokens: int,
+    samples: Sequence[Sample],
+    resolved: Mapping[str, Any],
+    *,
+    first: int = 0,
 ) -> Cell:
     """Rates from samples.
+
+    Args:
+        first: new tokens that the measured steps come after.
 
     Example:
         >>> sizes = {"weights_bytes": 100, "kv_bytes_per_token": 2}
@@ -254,7 +271,7 @@ def cell(
     """
     clean = [sample.step_s for sample in samples if not sample.dirty]
     step_s = max(statistics.median(clean or [sample.step_s for sample in samples]), 1e-9)
-    read_len = context + new_tokens / 2
+    read_len = context + (first + new_tokens) / 2
     return Cell(
         path=path,
         rows=rows,

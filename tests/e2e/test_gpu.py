@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
@@ -39,15 +41,24 @@ def run(device: str, dtype: str) -> tuple[list[list[int]], list[str]]:
 
 
 def test_float32_gives_the_answers_of_the_cpu() -> None:
-    assert run("cuda", "float32") == run("cpu", "float32")
+    with ThreadPoolExecutor(2) as both:
+        ours, theirs = both.map(run, ("cuda", "cpu"), ("float32", "float32"))
+    assert ours == theirs
+
+
+def complete(prompts: Sequence[Sequence[int]], **fields: Any) -> tuple[list[tuple[int, ...]], int]:
+    """Greedy tokens by a core in this process, which starts at once, and what of prefixes its rows read together."""
+    bench = StepBench({"model_path": "dummy", "dtype": "float32", "max_total_tokens": 8192, **fields})
+    try:
+        return bench.complete(prompts, 24), bench.core.snapshot().shared_prefix_tokens
+    finally:
+        bench.close()
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_half_precision_runs(dtype: str) -> None:
-    ids, (grade, number) = run("cuda", dtype)
-    assert [len(row) for row in ids] == [24] * 4
-    assert grade in ("good", "bad", "fair")
-    assert number.isdigit()
+    tokens, _ = complete([range(3, 40 + 7 * i) for i in range(5)], device="cuda", dtype=dtype)
+    assert [len(row) for row in tokens] == [24] * 5
 
 
 def test_a_common_prefix_is_read_once_with_the_same_answers() -> None:
@@ -57,18 +68,11 @@ def test_a_common_prefix_is_read_once_with_the_same_answers() -> None:
     prompts = [[*prefix, *range(3 + i, 9 + 2 * i)] for i in range(9)]
     answers, saved = [], []
     for disabled in (False, True):
-        with Engine(
-            model_path="dummy",
-            json_model_override_args=shape,
-            device="cuda",
-            dtype="float32",
-            max_total_tokens=8192,
-            disable_cascade_attention=disabled,
-        ) as engine:
-            outputs = engine.generate(input_ids=prompts, sampling_params=GREEDY)
-            answers.append([out["output_ids"] for out in outputs])
-            saved.append(engine.stats()["shared_prefix_tokens"])
-            engine.check()
+        tokens, together = complete(
+            prompts, json_model_override_args=shape, device="cuda", disable_cascade_attention=disabled
+        )
+        answers.append(tokens)
+        saved.append(together)
     assert answers[0] == answers[1]
     # Of 23 steps that decode, the first few of a size are recorded ones in which each row reads for itself.
     assert saved[0] >= 15 * 8 * 640
@@ -77,18 +81,12 @@ def test_a_common_prefix_is_read_once_with_the_same_answers() -> None:
 
 def test_norms_of_heads_give_the_answers_of_the_cpu() -> None:
     shape = '{"architectures": ["Qwen3ForCausalLM"], "head_dim": 32, "tie_word_embeddings": true}'
-    answers = []
-    for device in ("cuda", "cpu"):
-        with Engine(
-            model_path="dummy",
-            json_model_override_args=shape,
-            device=device,
-            dtype="float32",
-            kernels="auto" if device == "cuda" else "torch",
-            max_total_tokens=4096,
-        ) as engine:
-            answers.append([out["output_ids"] for out in engine.generate(PROMPTS, GREEDY)])
-    assert answers[0] == answers[1]
+    prompts = [range(3, 40 + 7 * i) for i in range(4)]
+    (ours, _), (theirs, _) = (
+        complete(prompts, json_model_override_args=shape, device=device, kernels=kernels)
+        for device, kernels in (("cuda", "auto"), ("cpu", "torch"))
+    )
+    assert ours == theirs
 
 
 @pytest.mark.parametrize("rows", [1, 8])

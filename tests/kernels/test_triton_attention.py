@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -85,7 +86,7 @@ class Step:
             **rest,
         )
 
-    def computed(self, plan: PagedPlan, **rest: Tile) -> torch.Tensor:
+    def computed(self, plan: PagedPlan, **rest: Any) -> torch.Tensor:
         on_device = (tensor.to(DEVICE) for tensor in (self.query, self.keys, self.values))
         return attention.paged_attention(*on_device, plan, self.dim**-0.5, **rest).cpu()
 
@@ -163,6 +164,7 @@ def test_groups_read_their_prefix_once(dtype: torch.dtype, page_size: int, split
     assert [len(group.rows) for group in step.groups] == [4, 2]
     plan = replace(step.plan(groups=step.groups), num_splits=splits)
     step.check(step.computed(plan, shared=attention.SHARED))
+    step.check(step.computed(plan, shared=attention.SHARED, apart=False))
     cascade = Cascade.of(step.groups, 7, rows_per_tile=3, num_kv_heads=heads[1])
     plan = replace(plan, cascade=DeviceCascade.of(cascade, DEVICE))
     step.check(step.computed(plan))
