@@ -70,7 +70,7 @@ def _xgrammar(
 
 
 BACKENDS: dict[str, BackendFactory] = {"llguidance": _llguidance, "xgrammar": _xgrammar}
-"""Name -> what makes the backend for one tokenizer. A name here has a keyword table in `sgl.grammars.keywords`."""
+"""Name -> what makes the backend for one tokenizer; each has a keyword table in `sgl.grammars.keyword_tables`."""
 
 
 def check(constraint: Constraint, backend: str = "llguidance", limits: Limits = DEFAULT_LIMITS) -> None:

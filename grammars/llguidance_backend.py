@@ -39,7 +39,8 @@ from sgl.grammars.ebnf import parse as parse_ebnf
 from sgl.grammars.ebnf import to_lark
 from sgl.grammars.engine_matcher import EngineMatcher
 from sgl.grammars.helper import Helpers
-from sgl.grammars.keywords import CHECK_HINT, FORMATS, TABLES, Kind, Schema, Support, parse_schema, subschemas
+from sgl.grammars.keyword_tables import FORMATS, TABLES, Kind, Support
+from sgl.grammars.keywords import CHECK_HINT, Schema, parse_schema, subschemas
 from sgl.grammars.lark import map_schemas
 from sgl.grammars.llguidance_tags import TagWriter
 from sgl.grammars.matcher import Bitmask, StopReason, bitmask_words

@@ -38,7 +38,8 @@ from sgl.grammars.charsets import Range, complement, merged
 from sgl.grammars.choices import Vocabulary
 from sgl.grammars.engine_matcher import EngineMatcher
 from sgl.grammars.helper import Helpers
-from sgl.grammars.keywords import FORMATS, TABLES, Kind, Schema, Support, parse_schema
+from sgl.grammars.keyword_tables import FORMATS, TABLES, Kind, Support
+from sgl.grammars.keywords import Schema, parse_schema
 from sgl.grammars.matcher import Bitmask, StopReason, bitmask_words
 from sgl.grammars.regex import Dialect, translate
 from sgl.grammars.spec import Constraint, Ebnf, JsonSchema, Regex, StructuralTag

@@ -168,7 +168,7 @@ except InvalidRegex as error:
 compiler.close()
 del BACKENDS["words"]
 
-# To keep it: a module in `grammars/`, a row of `BACKENDS`, a keyword table in `grammars/keywords.py` (what of JSON
-# schemas it enforces; everything else is refused before it is asked), and the conformance suite,
+# To keep it: a module in `grammars/`, a row of `BACKENDS`, a keyword table in `grammars/keyword_tables.py` (what of
+# JSON schemas it enforces; everything else is refused before it is asked), and the conformance suite,
 # `tests/support/matcher_conformance.py`, which every matcher has to pass. Next:
 # [reading the engine](16_reading_the_engine.py).

@@ -20,7 +20,7 @@ import numpy as np
 from sgl.errors import ConstraintTooComplex, InvalidConstraint, InvalidRegex, InvalidSchema, UnsupportedSchema
 from sgl.grammars.closing import Steering
 from sgl.grammars.compiler import GrammarCompiler
-from sgl.grammars.keywords import TABLES, Support
+from sgl.grammars.keyword_tables import TABLES, Support
 from sgl.grammars.matcher import StopReason, allocate_bitmask, bitmask_to_bool
 from sgl.grammars.spec import Constraint, JsonSchema, Regex, canonical_schema
 

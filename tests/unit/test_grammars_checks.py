@@ -23,7 +23,8 @@ from sgl.errors import (
     UnsupportedSchema,
 )
 from sgl.grammars.compiler import BACKENDS, GrammarCompiler, check
-from sgl.grammars.keywords import FORMATS, TABLES, Kind, Support, check_schema, subschemas, unenforced
+from sgl.grammars.keyword_tables import FORMATS, TABLES, Kind, Support
+from sgl.grammars.keywords import check_schema, subschemas, unenforced
 from sgl.grammars.llguidance_backend import rewritten
 from sgl.grammars.matcher import StopReason
 from sgl.grammars.spec import Choices, Constraint, JsonSchema, Lark, Regex, canonical_schema, structural_tag
