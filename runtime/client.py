@@ -49,8 +49,8 @@ from sgl.runtime.messages import (
     OverrideReply,
     Ping,
     PinReply,
-    ProfileReply,
     Pong,
+    ProfileReply,
     Progress,
     Ready,
     Shutdown,
@@ -377,7 +377,7 @@ class WorkerClient:
     def _answer(
         self,
         request: int,
-        result: StateText | Pong | EncodeReply | tuple[RuntimeOverride, ...] | dict[str, Any] | int | None,
+        result: StateText | Pong | EncodeReply | tuple[RuntimeOverride, ...] | dict[str, Any] | int | str | None,
         error: Any,
     ) -> None:
         with self._lock:

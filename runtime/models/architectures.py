@@ -179,9 +179,7 @@ for _architecture in (
     Architecture(name="Qwen2ForCausalLM", module=_LLAMA, read=_qwen2, gguf="qwen2"),
     Architecture(name="Qwen3ForCausalLM", module=_LLAMA, read=_qwen3, gguf="qwen3"),
     Architecture(name="SmolLM3ForCausalLM", module=_LLAMA, read=_smollm3, gguf="smollm3", gguf_pairs=True),
-    Architecture(
-        name="Ernie4_5ForCausalLM", module=_LLAMA, read=_ernie, gguf="ernie4_5", pairs=True, gguf_pairs=True
-    ),
+    Architecture(name="Ernie4_5ForCausalLM", module=_LLAMA, read=_ernie, gguf="ernie4_5", pairs=True, gguf_pairs=True),
     Architecture(
         name="Phi3ForCausalLM",
         module=_LLAMA,

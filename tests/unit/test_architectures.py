@@ -20,9 +20,7 @@ from sgl.runtime.model_runner import ForwardBatch, KVCache
 from sgl.runtime.plan import StepPlan
 
 TOLERANCE = 1e-3
-GGUF_SHAPES = [
-    name for name in SHAPES if has_gguf(name) and name not in ("qwen2-window", "qwen3-moe-mixed", "llama")
-]
+GGUF_SHAPES = [name for name in SHAPES if has_gguf(name) and name not in ("qwen2-window", "qwen3-moe-mixed", "llama")]
 """Forms that the format has; Llama's scaling is tested in `test_rope.py`."""
 
 

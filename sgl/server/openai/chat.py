@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
+from sgl.errors import InternalError
 from sgl.lang.graph import Event, ValueEvent
 from sgl.runtime.rendering import ModelRenderer
 from sgl.server.call import Call, new_id
@@ -57,8 +58,8 @@ async def chat_completions(call: Call, body: ChatRequest) -> Any:
 
 
 def _choice(index: int, answer: Answer, renderer: ModelRenderer | None) -> dict[str, Any]:
-    value = answer.value
-    assert value is not None
+    if (value := answer.value) is None:
+        raise InternalError(f"the events of a call ended before sample {index} did")
     return {
         "index": index,
         "message": _message(answer),
