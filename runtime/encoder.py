@@ -228,7 +228,7 @@ class EncoderCore:
     def _tokens_of(self, given: EncoderInput, *, truncate: bool) -> EncoderText:
         if given.token_ids is not None:
             return self._tokenizer.of_ids(given.token_ids, self._config.max_len, truncate=truncate)
-        text, pair = self._config.prompt + given.text if given.text else "", given.pair
+        text, pair = self._config.prompt + given.text, given.pair
         if self._config.lower_case:
             text, pair = text.lower(), pair if pair is None else pair.lower()
         return self._tokenizer.encode(text, pair, self._config.max_len, truncate=truncate)

@@ -457,7 +457,8 @@ def test_the_files_of_sentence_transformers(tmp_path: Path) -> None:
     assert (config.pooling, config.normalize, config.max_len, config.prompt) == ("mean", True, 16, "the red ")
     plain = write(tmp_path / "b", make(), sentence_files())
     assert np.array_equal(
-        ask(core_of(tmp_path / "a"), "embed", texts("cat")), ask(core_of(plain), "embed", texts("the red cat"))
+        ask(core_of(tmp_path / "a"), "embed", texts("cat", "")),
+        ask(core_of(plain), "embed", texts("the red cat", "the red ")),
     )
     config = opened(write(tmp_path / "c", make())).config
     assert (config.pooling, config.normalize, config.max_len) == ("mean", False, 32)
