@@ -75,7 +75,8 @@ def _num_items(part: Any) -> int:
         return sum(_num_items(item) for item in part)
     if not isinstance(part, (tuple, list)):
         return 0
-    if len(part) == 3 and isinstance(part[2], sre_parser.SubPattern):  # a repeat: low, high, what
+    if len(part) == 3 and isinstance(part[0], int) and isinstance(part[2], sre_parser.SubPattern):
+        # a repeat: low, high, what; three alternatives are three patterns
         low, high, inner = part
         return int(low if high == sre_parser.MAXREPEAT else high) * _num_items(inner) + 1
     return 1 + sum(_num_items(item) for item in part)
