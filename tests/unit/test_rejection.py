@@ -82,8 +82,12 @@ def test_a_biased_verifier_is_found_out() -> None:
 
 
 def test_blocks_accept_at_least_as_many() -> None:
-    by = {verify: chi_square(verify, 2, 3)[2] for verify in (by_token, by_block)}
-    assert by[by_block] >= by[by_token] - 0.01
+    p, q = table(3), table(103)
+    accepted = {}
+    for verify in (by_token, by_block):
+        rng = random.Random(3)
+        accepted[verify] = sum(sample(verify, p, q, 2, rng)[1] for _ in range(1500))
+    assert accepted[by_block] >= 0.98 * accepted[by_token]
 
 
 def test_the_proposers_own_distribution_is_always_accepted() -> None:
