@@ -51,7 +51,7 @@ def served() -> Iterator[str]:
 
 def show_program(page: Page, url: str) -> None:
     """Run the program that the playground begins with."""
-    page.open(url, width=1000, height=680)
+    page.open(url, width=940, height=600)
     page.until("document.querySelector('#model').textContent !== 'connecting'")
     page.click("#tab-program")
     page.click("#program-run")

@@ -110,7 +110,7 @@ class TransformersDriver(Driver):
         if self._kept is None or not same:
             self._kept, same = DynamicCache(config=self._loaded.model.config), 0
         elif same < len(self._ids):
-            self._kept.crop(same)
+            self._kept.crop(same - len(self._ids))  # negative: how many tokens go
         out = self._loaded.model(
             input_ids=torch.tensor([ids[same:]]), past_key_values=self._kept, logits_to_keep=1, use_cache=True
         )
@@ -182,7 +182,7 @@ class GuidanceDriver(Driver):
 
     def forget(self) -> None:
         """Its engine keeps the last prompt's state: another one takes its place."""
-        self.generate(["."], 1, ".")
+        self.generate(["Nothing that a task begins with"], 1, "\n")
 
     def generate(self, prompts: Sequence[str], max_tokens: int, stop: str) -> list[str]:
         import guidance
@@ -213,9 +213,9 @@ DRIVERS: dict[str, Callable[[str, str, int], Driver]] = {
 
 def answer(driver: Driver, request: dict[str, Any]) -> dict[str, Any]:
     """Run a task once: its seconds and answers, or the library's error."""
-    driver.forget()
-    start = time.perf_counter()
     try:
+        driver.forget()
+        start = time.perf_counter()
         answers = TASKS[request["task"]].by_calls(driver)
     except Exception as error:  # noqa: BLE001 - of whatever library this is: the report says it
         return {"error": f"{type(error).__name__}: {error}"}
