@@ -3,9 +3,9 @@ on a few tokens.
 
 Owns the attention and the mask function that stand in for the model's own during these calls, and what is refused: a
 layer has to attend once through transformers' interface, with the heads that the configuration says, under a causal
-mask or a window, subject to nothing that the paged op does not know; and while attention gives every token its own
-query back, no token may reach another. Called by `transformers_model.py`, and for what shows without weights by
-`loading/transformers_checkpoint.py`.
+mask or a window, subject to nothing that the paged op does not know; while attention gives every token its own query
+back, no token may reach another; and no call may reach the next. Called by `transformers_model.py`, and for what shows
+without weights by `loading/transformers_checkpoint.py`.
 
 Shapes: T tokens, N hidden size, V vocabulary, H query heads, K key/value heads, D head size, Q queries, L keys.
 """
@@ -54,13 +54,15 @@ class _Look(NamedTuple):
 
 _look: ContextVar[_Look] = ContextVar("sgl_look")
 
-_NUM_TOKENS = 9
-_POISONED = 4
-"""Position of the token that is not a number; some stand before it, and some behind it."""
-_ROUNDING = {torch.float32: 1e-3}
-_ROUNDING_16_BIT = 0.1
-"""Of the norm of a token's logits: how far they move where other tokens share its experts, whose products then have
-another number of rows. Everywhere else they do not move at all."""
+_NUM_TOKENS = 65
+"""That are looked at together: one may meet those of its block, or find an expert full, only where there are many."""
+_POISONED = 5
+"""Position of the token that is not a number; some stand before it, and many behind it."""
+_ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 1e-3, torch.float16: 1e-3}
+"""Of the norm of logits: how far they may move with what other tokens are. Products of one shape round each row alike,
+so it is nothing, but for an activation whose vector holds the end of one row and the beginning of another."""
+_ROUNDING_OF_EXPERTS = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.1}
+"""Where other tokens share a token's experts, whose products then have another number of rows."""
 
 
 def check_shape(model: Any, config: ModelConfig) -> None:
@@ -95,28 +97,74 @@ def layers_of(model: Any, config: ModelConfig) -> dict[int, Layer]:
 
 @torch.inference_mode()
 def check_tokens_apart(model: Any, config: ModelConfig) -> None:
-    """No token may reach another but by attention, however little of it.
+    """No token may reach another but by attention, however little of it, and no call the next.
 
-    Attention gives every token its own query back, one token's embedding is not a number, and the others are all made
+    Attention gives every token its own query back, one token's embedding is not a number, and every second one is made
     like the last: what is not a number spreads through any sum, in 16 bits as in 32, so it must not be found in what
-    another token asks of attention, nor in its logits; and the last token's own embedding and logits stay what they
-    were.
+    another token asks of attention, nor in its logits. Nor may it be found in a later call. And because a maximum, a
+    choice or a comparison may swallow it, the embeddings and logits of the tokens that were left as they are stay what
+    they were.
 
     Raises:
-        UnsupportedModel: the tokens meet somewhere else.
+        UnsupportedModel: the tokens meet somewhere else; or the model's logits are no numbers to begin with.
     """
-    ids_T = torch.arange(1, 1 + _NUM_TOKENS, device=model.device) * 7919 % config.vocab_size
+    num_tokens = min(_NUM_TOKENS, config.max_position_embeddings)
+    ids_T = torch.arange(1, 1 + num_tokens, device=model.device) * 7919 % config.vocab_size
+    allowed = (_ROUNDING_OF_EXPERTS if _has_experts(model) else _ROUNDING)[model.dtype]
+    _check_calls_apart(model, ids_T[:3], config.architecture, allowed)
+    others = slice(1, num_tokens - 1, 2)
+    is_kept_T = torch.ones(num_tokens, dtype=torch.bool, device=model.device)
+    is_kept_T[others] = False
+    changed_T = ids_T.clone()
+    changed_T[others] = ids_T[-1]
     with _embedding(model, poisoned=None) as plain:
         _, expected_TV = _call(model, ids_T)
     with _embedding(model, poisoned=_POISONED) as changed:
-        _, logits_TV = _call(model, ids_T[-1:].repeat(_NUM_TOKENS), poisoned=_POISONED)
-    if not plain or any(not torch.equal(before[-1], after[-1]) for before, after in zip(plain, changed, strict=True)):
+        _, logits_TV = _call(model, changed_T, poisoned=_POISONED)
+    if not plain or any(
+        not torch.equal(before[is_kept_T], after[is_kept_T]) for before, after in zip(plain, changed, strict=True)
+    ):
         raise _meet(config.architecture, "the embedding of a token depends on others")
     if _is_reached(logits_TV, _POISONED):
         raise _meet(config.architecture, "the logits of a token depend on others")
-    moved = float((logits_TV[-1] - expected_TV[-1]).norm() / expected_TV[-1].norm())
-    if not moved <= _ROUNDING.get(model.dtype, _ROUNDING_16_BIT):
-        raise _meet(config.architecture, f"other tokens move the logits of one by {moved:.2g} of their norm")
+    for rows in (is_kept_T, slice(-1, None)):  # the last alone, too: it is the one that has many like it before it
+        moved = _moved(logits_TV[rows], expected_TV[rows])
+        if not moved <= allowed:
+            raise _meet(config.architecture, f"other tokens move the logits of one by {moved:.2g} of their norm")
+
+
+def _check_calls_apart(model: Any, ids_T: torch.Tensor, architecture: str, allowed: float) -> None:
+    """A call of nothing but what is no number leaves the next one what it was."""
+    _, expected_TV = _call(model, ids_T)
+    if not bool(expected_TV.isfinite().all()):
+        raise UnsupportedModel(
+            f"{architecture} of transformers gives logits that are not finite in {str(model.dtype).split('.')[-1]}",
+            hint="set dtype to float32, or fetch the model again",
+        )
+    with _embedding(model, poisoned=slice(None)):
+        _call(model, ids_T)
+    moved = _moved(_call(model, ids_T)[1], expected_TV)
+    if not moved <= allowed:
+        raise UnsupportedModel(
+            f"{architecture} of transformers keeps something of a call for the next one, which moves its logits by "
+            f"{moved:.2g} of their norm",
+            hint=HINT,
+        )
+
+
+def _moved(got: torch.Tensor, expected: torch.Tensor) -> float:
+    """By how much of their norm logits are others; not a number where they are none."""
+    return float((got - expected).norm() / expected.norm()) if not torch.equal(got, expected) else 0.0
+
+
+def _has_experts(model: Any) -> bool:
+    """Whether some layer shares experts among tokens, by the names that transformers' modules have."""
+    return any(
+        part in name
+        for path, module in model.named_modules()
+        for name in (path.lower(), type(module).__name__.lower())
+        for part in ("expert", "moe")
+    )
 
 
 def _call(model: Any, ids_T: torch.Tensor, poisoned: int | None = None) -> tuple[dict[int, Layer], torch.Tensor]:
@@ -150,8 +198,8 @@ def _call(model: Any, ids_T: torch.Tensor, poisoned: int | None = None) -> tuple
 
 
 @contextmanager
-def _embedding(model: Any, poisoned: int | None) -> Iterator[list[torch.Tensor]]:
-    """What the model's embedding gives in calls within, `[T, N]` each; one token's is no number, if that is asked."""
+def _embedding(model: Any, poisoned: int | slice | None) -> Iterator[list[torch.Tensor]]:
+    """What the model's embedding gives in calls within, `[T, N]` each; those of `poisoned` are then made no numbers."""
     given: list[torch.Tensor] = []
 
     def see(module: nn.Module, inputs: Any, output_TN: torch.Tensor) -> torch.Tensor:

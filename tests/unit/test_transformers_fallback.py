@@ -277,6 +277,20 @@ def _room_for_three(x_BTN: torch.Tensor) -> torch.Tensor:
     return x_BTN * (before <= 3)[..., None]
 
 
+def _the_largest_half(x_BTN: torch.Tensor) -> torch.Tensor:
+    """Zeros for the others, as a router does that chooses among tokens: a choice swallows what is no number."""
+    chosen = x_BTN.float().norm(dim=-1, keepdim=True).topk(max(x_BTN.shape[1] // 2, 1), dim=1).indices
+    return x_BTN * torch.zeros_like(x_BTN[..., :1]).scatter(1, chosen, 1.0)
+
+
+def _by_blocks_of_32(x_BTN: torch.Tensor) -> torch.Tensor:
+    """Where a block is full, its mean is added to its tokens."""
+    whole = x_BTN.shape[1] // 32 * 32
+    blocks = x_BTN[:, :whole].unflatten(1, (-1, 32)) if whole else x_BTN[:, None, :0]
+    mixed = (blocks + 0.01 * blocks.mean(2, keepdim=True)).flatten(1, 2)
+    return torch.cat([mixed, x_BTN[:, whole:]], dim=1)
+
+
 def _before(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., Any]:
     """A module's forward with its input changed."""
     return lambda plain: lambda self, x, *rest, **given: plain(self, change(x), *rest, **given)
@@ -301,7 +315,20 @@ _MIXED: dict[str, tuple[str, Callable[..., Any], str]] = {
     "the mean": ("MLP", _before(lambda x: x + 0.001 * x.mean(1, keepdim=True)), "the query of a token"),
     "what comes to attention": ("Attention", _before(lambda x: x + 0.02 * x.roll(1, dims=1)), "the query of a token"),
     "what attention gives": ("Attention", _after(lambda x: x + 0.02 * x.roll(1, dims=1)), "the query of a token"),
+    "twenty tokens off": ("MLP", _before(lambda x: x + 0.01 * x.roll(20, dims=1)), "the query of a token"),
+    "blocks": ("MLP", _before(_by_blocks_of_32), "the query of a token"),
     "capacity": ("MLP", _before(_room_for_three), "other tokens move the logits"),
+    "a choice": ("MLP", _before(_the_largest_half), "other tokens move the logits"),
+    "a maximum": (
+        "MLP",
+        _before(lambda x: x + 0.002 * torch.fmax(x, x.roll(1, dims=1))),
+        "(the query of a token|other tokens move the logits)",
+    ),
+    "what is made a number": (
+        "MLP",
+        _before(lambda x: x + 0.002 * x.roll(1, dims=1).nan_to_num()),
+        "other tokens move the logits",
+    ),
 }
 
 
@@ -321,6 +348,49 @@ def test_a_model_that_mixes_tokens_elsewhere_is_found_out(
     monkeypatch.setattr(module, "forward", change(module.forward))
     with pytest.raises(UnsupportedModel, match=f"lets its tokens meet in other ways than attention: {said}"):
         open_path(tmp_path).build_model(dtype)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_model_that_keeps_something_of_a_call_is_found_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str
+) -> None:
+    """The last token of a call is part of the first of the next, however little."""
+    from transformers.models.gpt_neox import modeling_gpt_neox
+
+    write(tmp_path, make("GPTNeoXForCausalLM"))
+    plain, kept = modeling_gpt_neox.GPTNeoXMLP.forward, {}
+
+    def forward(self: Any, x_BTN: torch.Tensor) -> torch.Tensor:
+        before = kept.get(self)
+        kept[self] = x_BTN[:, -1:].clone()
+        result: torch.Tensor = plain(self, x_BTN if before is None else x_BTN + 0.001 * before)
+        return result
+
+    monkeypatch.setattr(modeling_gpt_neox.GPTNeoXMLP, "forward", forward)
+    with pytest.raises(UnsupportedModel, match="keeps something of a call for the next one"):
+        open_path(tmp_path).build_model(dtype)
+
+
+def test_logits_that_are_no_numbers(tmp_path: Path) -> None:
+    """They are called what they are, not tokens that meet."""
+    model = make("GPTNeoXForCausalLM")
+    with torch.no_grad():
+        model.gpt_neox.final_layer_norm.bias[3] = torch.inf
+    with pytest.raises(UnsupportedModel, match="gives logits that are not finite in bfloat16"):
+        open_path(write(tmp_path, model)).build_model("bfloat16")
+
+
+_EXPERTS: dict[str, dict[str, Any]] = {
+    "OlmoeForCausalLM": {"num_experts": 8, "num_experts_per_tok": 2},
+    "GraniteMoeForCausalLM": {"num_local_experts": 4, "num_experts_per_tok": 2},
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("architecture", _EXPERTS)
+def test_tokens_that_share_experts_are_not_taken_for_mixed(tmp_path: Path, architecture: str, dtype: str) -> None:
+    """A token that is no number is routed somewhere, and the rows of a product are others: that alone is no fault."""
+    open_path(write(tmp_path, make(architecture, **_EXPERTS[architecture]))).build_model(dtype)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
