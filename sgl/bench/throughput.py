@@ -202,10 +202,9 @@ class _Clock:
 
     def between(self, prompts: list[list[int]], short: int, long: int) -> float:
         """Seconds by which a call with `long` new tokens lasts longer than one with `short`."""
-        spent = [self._timed(prompts, new_tokens) for new_tokens in (short, long)]
-        seconds, busy, idle = (more - less for less, more in zip(*spent, strict=True))
-        self._device_s.append((busy, idle))
-        return seconds
+        less, more = (self._timed(prompts, new_tokens) for new_tokens in (short, long))
+        self._device_s.append((more[1] - less[1], more[2] - less[2]))
+        return more[0] - less[0]
 
     def _timed(self, prompts: list[list[int]], new_tokens: int) -> tuple[float, float, float]:
         """Seconds of one call; of these, that the device computed and waited."""
