@@ -25,6 +25,7 @@ back on the other side. Standard library and msgspec only, so that every room ma
     |   +-- MethodNotAllowed        405
     |   +-- BodyTimeout             408
     |   +-- BodyTooLarge            413
+    |   +-- UnsupportedMediaType    415  a body that says that it is no JSON
     |   +-- Unsupported             400  this backend cannot execute that node
     +-- ConfigError                 400  engine fields, flags, environment
     +-- ModelError                  500  a model cannot be used
@@ -277,6 +278,13 @@ class BodyTooLarge(InvalidRequest):
 
     code = "body_too_large"
     status = 413
+
+
+class UnsupportedMediaType(InvalidRequest):
+    """The body of a request says that it is something else than JSON."""
+
+    code = "unsupported_media_type"
+    status = 415
 
 
 class Unsupported(InvalidRequest):

@@ -12,22 +12,39 @@ import asyncio
 import difflib
 import json
 import re
+from collections.abc import Mapping
 from typing import Any, TypeVar, get_origin
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
 
-from sgl.errors import BodyTimeout, BodyTooLarge, Cancelled, InvalidParameter
+from sgl.errors import BodyTimeout, BodyTooLarge, Cancelled, InvalidParameter, UnsupportedMediaType
 from sgl.limits import DEFAULT_LIMITS
 
 T = TypeVar("T")
 
 _DISCARD_S = 1.0
+_FETCH = "sec-fetch-site"
 _LARGE = 64 * 2**10
 """Bytes from which a body is looked at on a thread: some 0.3 ms of work."""
 _NESTING = re.compile(rb'"(?:[^"\\]++|\\.)*+"|[\[{]|[\]}]', re.DOTALL)
 _AT = re.compile(r" - at `\$\.?(?P<path>[^`]*)`$")
 _UNKNOWN = re.compile(r"Object contains unknown field `(?P<field>[^`]*)`")
+
+
+def check_media_type(headers: Mapping[str, str]) -> None:
+    """Raise unless a body may be JSON by what its request says of it.
+
+    A browser sends other types than JSON for any page without asking the server first. A form of URL's encoding is what
+    `curl -d` says of everything, so it passes where no browser is at work.
+
+    Raises:
+        UnsupportedMediaType: it is something else.
+    """
+    kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+    is_form = kind == "application/x-www-form-urlencoded"
+    if kind in ("text/plain", "multipart/form-data") or (is_form and ("origin" in headers or _FETCH in headers)):
+        raise UnsupportedMediaType(f"the body is {kind}", hint="send JSON, with Content-Type: application/json")
 
 
 async def read_body(request: Request, max_bytes: int, timeout_s: float) -> bytes:

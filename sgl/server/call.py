@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import tempfile
 import time
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from contextlib import ExitStack
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from sgl.errors import Cancelled, InvalidParameter, ModelNotFound, SglError
+from sgl.errors import Cancelled, InvalidParameter, ModelNotFound, SglError, Unsupported
 from sgl.lang.graph import Graph, ProgramOptions
 from sgl.runtime.engine import Engine
 from sgl.runtime.rendering import ModelRenderer
@@ -98,6 +100,11 @@ class Server:
         pool = int(resolved["num_pages"]) * int(resolved["page_size"])
         return self.context_len if pool >= self.context_len else max(pool // 2, 1)
 
+    @cached_property
+    def profiler_dir(self) -> Path:
+        """The folder of all profiles that are asked for over HTTP."""
+        return Path(self.config.profiler_dir or tempfile.mkdtemp(prefix="sgl-profiles-"))
+
     async def renderer(self) -> ModelRenderer:
         """What tokenizes and renders as the engine does, in this process; made on a thread at first use."""
         async with self._renderer_lock:
@@ -112,6 +119,15 @@ class Server:
         raise ModelNotFound(
             f"the model {name!r} is not served here", hint=f"this server has {self.model!r}", param="model"
         )
+
+    def check_generates(self) -> None:
+        """Raise `Unsupported` where the model is an encoder."""
+        if not self.is_generation:
+            raise Unsupported(
+                f"{self.model} is an encoder: it generates nothing",
+                hint="POST /v1/embeddings, or serve a model that generates",
+                param="model",
+            )
 
     def register(self, request_id: str, work: Work) -> None:
         """Make a program, or a computation, known under the id of its request."""

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from sgl.errors import ConfigError
+from sgl.errors import ConfigError, InvalidParameter
 
 Seconds = Annotated[float, Meta(gt=0, le=1e9)]
 Port = Annotated[int, Meta(ge=0, le=65535)]
@@ -76,6 +76,10 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         30.0
     )
     playground: Annotated[bool, Meta(description="Serve the playground, a page to try things with, at /.")] = True
+    profiler_dir: Annotated[
+        str | None,
+        Meta(description="Folder of the traces of /start_profile. [default: a new one that only this user can open]"),
+    ] = None
     log_requests: Annotated[bool, Meta(description="Log one line for each request.")] = True
 
     def __repr__(self) -> str:
@@ -130,7 +134,19 @@ def server_config(given: Mapping[str, Any]) -> ServerConfig:
         raise ConfigError("an API key is empty", hint="give a key, or leave the option out", param="api_key")
     if config.admin_api_key in config.api_key:
         raise ConfigError("admin_api_key is also an api_key", hint="choose another admin key", param="admin_api_key")
+    _check_parsers(config)
     return config
+
+
+def _check_parsers(config: ServerConfig) -> None:
+    from sgl.grammars.formats import reasoning_format, tool_format
+
+    for name, find in (("tool_call_parser", tool_format), ("reasoning_parser", reasoning_format)):
+        if (given := getattr(config, name)) is not None:
+            try:
+                find(given)
+            except InvalidParameter as error:
+                raise ConfigError(error.message, hint=error.hint, param=name) from None
 
 
 def effective(config: ServerConfig) -> dict[str, Any]:

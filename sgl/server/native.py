@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -90,7 +91,7 @@ class AbortRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class StartProfileRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """`POST /start_profile`: see `sgl.Engine.start_profile`."""
+    """`POST /start_profile`: see `sgl.Engine.start_profile`; `output_dir` is a name below `--profiler-dir`."""
 
     output_dir: str | None = None
     num_steps: int | None = None
@@ -106,6 +107,8 @@ async def generate(call: Call, body: GenerateRequest) -> Any:
     for name, why in _REFUSED.items():
         if getattr(body, name):
             raise Unsupported(f"{name}: {why}", hint="leave it out", param=name)
+    if (body.text is None) == (body.input_ids is None):
+        raise InvalidParameter("pass exactly one of text and input_ids", param="text")
     call.name(body.rid)
     if body.custom_logit_processor is not None and not isinstance(body.custom_logit_processor, str):
         raise InvalidParameter(
@@ -304,9 +307,10 @@ async def flush_cache(call: Call) -> Any:
 async def start_profile(call: Call, body: StartProfileRequest) -> Any:
     """Profile steps; the answer names the trace that will be written on the server's machine."""
     engine = call.server.engine
+    folder = trace_folder(call.server.profiler_dir, body.output_dir)
     path = await asyncio.to_thread(
         lambda: engine.start_profile(
-            body.output_dir,
+            str(folder),
             num_steps=body.num_steps,
             start_step=body.start_step,
             activities=("CPU", "GPU") if body.activities is None else body.activities,
@@ -315,6 +319,27 @@ async def start_profile(call: Call, body: StartProfileRequest) -> Any:
         )
     )
     return {"status": "ok", "path": path}
+
+
+def trace_folder(base: Path, name: str | None) -> Path:
+    """Where a trace goes: `base`, or a folder below it.
+
+    Raises:
+        InvalidParameter: the name leads out of `base`; what a request says does not choose where files are made.
+    """
+    given = Path(name or "")
+    try:
+        folder = (base / given).resolve()
+        is_below = not given.is_absolute() and folder.is_relative_to(base.resolve())
+    except (OSError, ValueError):  # a loop of links, a NUL
+        is_below = False
+    if not is_below:
+        raise InvalidParameter(
+            f"output_dir is {name!r}; expected a relative name below the server's folder of profiles",
+            hint="leave it out, or start the server with another --profiler-dir",
+            param="output_dir",
+        )
+    return folder
 
 
 @routes.post("/stop_profile", "admin")

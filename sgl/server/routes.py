@@ -118,6 +118,7 @@ async def _handled(server: Server, route: Route, call: Call) -> Response:
         result = await route.handler(call)
     else:
         config = server.config
+        bodies.check_media_type(call.request.headers)
         raw = await bodies.read_body(call.request, config.max_body_bytes, config.body_timeout)
         body, call.warnings = await bodies.decode(raw, route.body, config.lenient)
         result = await route.handler(call, body)

@@ -269,6 +269,50 @@ def test_row_70_a_page_elsewhere_reaches_no_server_without_a_key(http: httpx2.Cl
     assert http.get("/health", headers={"Host": "localhost:30000"}).status_code == 200
 
 
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"Origin": "https://evil.example"},
+        {"Origin": "null"},
+        {"Origin": "http://127.0.0.1:1"},
+        {"Sec-Fetch-Site": "cross-site"},
+        {"Sec-Fetch-Site": "same-site"},
+    ],
+)
+def test_row_70_a_page_elsewhere_changes_nothing_and_asks_nothing(
+    http: httpx2.Client, guarded: Served, headers: dict[str, str]
+) -> None:
+    for path in ("/abort_all_requests", "/flush_cache", "/v1/completions"):
+        refused = http.post(path, json=TEXT, headers={**headers, "Content-Type": "text/plain"})
+        assert (refused.status_code, error_of(refused)["code"]) == (403, "forbidden")
+    own = {"Origin": str(http.base_url).rstrip("/"), "Sec-Fetch-Site": "same-origin"}
+    assert http.post("/v1/completions", json=TEXT, headers=own).status_code == 200
+    with httpx2.Client(base_url=guarded.url) as keyed:  # a page that has a key was given it
+        bearer = {**headers, "Authorization": f"Bearer {KEY}"}
+        assert keyed.post("/v1/completions", json=TEXT, headers=bearer).status_code == 200
+
+
+def test_row_70_allowed_hosts_are_origins_too(dummy_engine: Engine) -> None:
+    with serving(dummy_engine, allowed_hosts=("app.example",)) as served, httpx2.Client(base_url=served.url) as http:
+        for origin, status in (("https://app.example", 200), ("https://evil.example", 403)):
+            headers = {"Host": "app.example:80", "Origin": origin}
+            assert http.post("/v1/completions", json=TEXT, headers=headers).status_code == status
+
+
+def test_row_70_a_body_that_says_it_is_no_json_is_refused(http: httpx2.Client) -> None:
+    form = "application/x-www-form-urlencoded"
+    body = b'{"prompt": "Hi", "max_tokens": 1}'
+    for kind, more, status in (
+        ("text/plain", {}, 415),
+        ("multipart/form-data; boundary=x", {}, 415),
+        (form, {"Sec-Fetch-Site": "none"}, 415),
+        (form, {}, 200),
+        ("application/json; charset=utf-8", {}, 200),
+    ):
+        answer = http.post("/v1/completions", content=body, headers={"Content-Type": kind, **more})
+        assert answer.status_code == status, kind
+
+
 def test_row_71_a_bug_outside_of_every_handler_has_its_shape_too(
     served: Served, http: httpx2.Client, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

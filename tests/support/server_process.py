@@ -86,7 +86,9 @@ def sgl_serve(log: Path, *flags: str, model: str = "dummy", **environment: str) 
     """Serve `model` on a free port until the block is left; it is killed if it has not ended by then."""
     command = [sys.executable, "-m", "sgl.cli", "serve", model, "--port", "0", *flags]
     with log.open("wb") as out:
-        popen = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env={**os.environ, **environment})
+        popen = subprocess.Popen(
+            command, stdout=out, stderr=subprocess.STDOUT, env={**os.environ, **environment}, cwd=log.parent
+        )
     with popen:
         try:
             process = ServerProcess(popen, log)

@@ -68,8 +68,15 @@ def test_what_cannot_be_is_refused(dummy_engine: Engine, asked: dict[str, object
 
 
 def test_over_http(dummy_engine: Engine, tmp_path: Path) -> None:
-    with serving(dummy_engine) as served, httpx2.Client(base_url=served.url) as client:
-        begun = client.post("/start_profile", json={"output_dir": str(tmp_path), "num_steps": 2}).json()
+    folder = tmp_path / "profiles"
+    with serving(dummy_engine, profiler_dir=str(folder)) as served, httpx2.Client(base_url=served.url) as client:
+        (tmp_path / "out").symlink_to("/")
+        for name in ("/etc", str(tmp_path), "..", "a/../../b", "../out/tmp", "a\0b"):
+            refused = client.post("/start_profile", json={"output_dir": name, "num_steps": 1})
+            assert (refused.status_code, refused.json()["error"]["param"]) == (400, "output_dir")
+        assert not folder.exists()
+        begun = client.post("/start_profile", json={"output_dir": "mine", "num_steps": 2}).json()
+        assert Path(begun["path"]).parent == folder / "mine"
         client.post("/generate", json={"text": "over http", "sampling_params": GREEDY}).raise_for_status()
         assert len(steps_of(begun["path"])) == 2
         assert client.post("/stop_profile").status_code == 400
