@@ -78,6 +78,7 @@ class Plan:
         reasoning: its format where reasoning is told apart from the answer.
         one_call: later calls of a message are left out.
         opening: what the prompt ends with, which may have begun or ended the reasoning.
+        is_call: the answer is calls and nothing else: what breaks off within one is no text of the model's.
     """
 
     graph: Graph
@@ -88,6 +89,7 @@ class Plan:
     reasoning: ReasoningFormat | None
     one_call: bool
     opening: str = ""
+    is_call: bool = False
 
     @property
     def samples(self) -> list[int]:
@@ -113,6 +115,7 @@ async def planned(call: Call, body: ChatRequest, *, name: str = "chat", places: 
     """
     server = call.server
     server.check_model(body.model)
+    server.check_generates()
     call.name(body.rid)
     fmt = tool_format(server.config.tool_call_parser or server.formats.get("tool") or "hermes")
     reasoning = reasoning_of(server)
@@ -151,6 +154,7 @@ async def planned(call: Call, body: ChatRequest, *, name: str = "chat", places: 
         reasoning=shown,
         one_call=not parallel,
         opening=await _opening(server, options, prompt.nodes) if shown is not None else "",
+        is_call=choice.mode == "required",
     )
 
 
@@ -380,7 +384,7 @@ async def steps(plan: Plan, events: AsyncGenerator[Event, None]) -> AsyncGenerat
                 yield Step(sample.index, sample.feed(event.text), event.logprobs)
             case ValueEvent():
                 sample = samples[event.node]
-                yield Step(sample.index, sample.end(event.value), value=event)
+                yield Step(sample.index, sample.end(event), value=event)
             case _:
                 pass
 
@@ -400,6 +404,7 @@ class _Sample:
         self.index = index
         self._parser = plan.parser()
         self._one_call = plan.one_call
+        self._is_call = plan.is_call
         self._length = 0
         self._num_calls = 0
         self._hidden: set[int] = set()
@@ -409,9 +414,13 @@ class _Sample:
         self._length += len(text)
         return self._pieces(self._parser.feed(text))
 
-    def end(self, value: str) -> list[Piece]:
-        """What the rest of the whole text adds."""
-        return self._pieces([*self._parser.feed(value[self._length :]), *self._parser.close()])
+    def end(self, event: ValueEvent) -> list[Piece]:
+        """What the rest of the whole text adds; markup of a call that had to come and was cut off adds nothing."""
+        rest, closing = self._parser.feed(event.value[self._length :]), self._parser.close()
+        pieces = self._pieces([*rest, *closing])
+        if not (self._is_call and event.finish == "length"):
+            return pieces
+        return [piece for piece in pieces if not isinstance(piece, Said)]
 
     def _pieces(self, parsed: Sequence[ParsedEvent]) -> list[Piece]:
         events = merged(parsed)

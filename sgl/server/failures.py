@@ -13,7 +13,16 @@ from typing import Any, TypeAlias
 import msgspec
 from starlette.responses import Response
 
-from sgl.errors import BodyTimeout, BodyTooLarge, EngineDead, InternalError, Overloaded, SglError, Unauthorized
+from sgl.errors import (
+    BodyTimeout,
+    BodyTooLarge,
+    EngineDead,
+    InternalError,
+    Overloaded,
+    PromptTooLong,
+    SglError,
+    Unauthorized,
+)
 
 Shape: TypeAlias = Callable[[SglError], dict[str, Any]]
 """The body of an error as a dialect's clients know it."""
@@ -45,6 +54,19 @@ def error_body(error: SglError, **more: Any) -> dict[str, Any]:
         **more,
     }
     return {"error": body}
+
+
+def openai_errors(prompt: str) -> Shape:
+    """`error_body` with the code at which agents shorten a conversation; `prompt` is the field that has it."""
+
+    def shape(error: SglError) -> dict[str, Any]:
+        if isinstance(error, PromptTooLong):
+            body = error_body(error)
+            body["error"].update(code="context_length_exceeded", param=error.details.get("param") or prompt)
+            return body
+        return error_body(error)
+
+    return shape
 
 
 def error_response(error: SglError, shape: Shape = error_body) -> Response:

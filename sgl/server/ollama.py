@@ -192,6 +192,8 @@ class _Lines:
 
 
 async def _answer(call: Call, plan: Plan, stream: bool, lines: _Lines) -> Any:
+    if not stream:  # as one, so that it is known when the first token came
+        plan = replace(plan, options=msgspec.structs.replace(plan.options, stream=True))
     events = start(call, plan).events()
     if stream:
         return call.framed(_streamed(plan, events, lines), LINES)

@@ -39,6 +39,16 @@ def test_openais_client_gets_the_engines_embeddings(embedder: Engine) -> None:
             assert http.get("/health_generate").status_code == 200
             assert http.post("/v1/rerank", json={"query": "a", "documents": ["b"]}).status_code == 400
             assert http.post("/v1/completions", json={"prompt": "a"}).status_code == 400
+            chat = {"messages": [{"role": "user", "content": "a"}]}
+            for path, body in (
+                ("/v1/chat/completions", chat),
+                ("/v1/responses", {"input": "a"}),
+                ("/v1/messages/count_tokens", {**chat, "model": "default"}),
+                ("/api/chat", {**chat, "model": "default"}),
+                ("/api/generate", {"prompt": "a", "model": "default"}),
+            ):
+                refused = http.post(path, json=body)
+                assert (refused.status_code, "is an encoder" in refused.text) == (400, True), path
             assert http.get("/get_model_info").json()["embedding"]
     for item, expected in zip(found.data, want, strict=True):
         assert item.embedding == pytest.approx(expected, abs=1e-6)

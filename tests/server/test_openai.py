@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+import httpx2
 import openai
 import pytest
 from support.serving import Served, serving
@@ -257,3 +258,77 @@ def test_images_are_refused_by_a_model_without_eyes(client: openai.OpenAI) -> No
     with pytest.raises(openai.APIStatusError) as failure:
         chat(client, [{"role": "user", "content": parts}])
     assert failure.value.status_code == 400
+
+
+def test_a_streamed_echo_has_the_logprobs_of_the_prompt(client: openai.OpenAI) -> None:
+    asked: dict[str, Any] = {"model": "tiny", "prompt": "ab", "max_tokens": 3, "temperature": 0, "logprobs": 1}
+    (whole,) = client.completions.create(**asked, echo=True).choices
+    pieces = [piece.choices[0] for piece in client.completions.create(**asked, echo=True, stream=True)]
+    tokens = [token for piece in pieces if piece.logprobs for token in piece.logprobs.tokens or ()]
+    assert whole.logprobs is not None
+    assert (tokens, "".join(piece.text for piece in pieces)) == (whole.logprobs.tokens, whole.text)
+    assert "".join(tokens[:2]) == "ab"
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        (
+            {"tools": [{"type": "function", "function": {"name": "f", "parametres": {}}}]},
+            "tools[0].function.parametres",
+        ),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "txt": "b"}]}]}, None),
+        ({"response_format": {"type": "json_object", "foo": 1}}, "response_format.foo"),
+        ({"messages": [{"role": "assistant", "content": "a", "function_call": {}}]}, "messages[0].function_call"),
+        ({"tools": [{"type": "custom", "custom": {"name": "f"}}]}, "tools[0].type"),
+        ({"modalities": ["audio"]}, "modalities"),
+        ({"store": True}, "store"),
+    ],
+)
+def test_what_has_no_meaning_here_is_refused_by_name(served: Served, body: dict[str, Any], param: str | None) -> None:
+    answer = httpx2.post(f"{served.url}/v1/chat/completions", json={"messages": USER, "max_tokens": 1, **body})
+    assert answer.status_code == 400
+    assert param is None or answer.json()["error"]["param"] == param
+
+
+def test_what_changes_nothing_is_taken_with_a_warning(served: Served) -> None:
+    asked = {"messages": USER, "max_tokens": 1, "service_tier": "flex", "verbosity": "low", "modalities": ["text"]}
+    answer = httpx2.post(f"{served.url}/v1/chat/completions", json=asked).json()
+    assert answer["warnings"] == ["service_tier has no effect here", "verbosity has no effect here"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_call_that_was_wanted_and_cut_off_shows_no_markup(client: openai.OpenAI, stream: bool) -> None:
+    for most in (4, 20, 34):
+        asked = {"tools": [TOOL], "tool_choice": "required", "max_tokens": most, "stream": stream}
+        answer = chat(client, **asked)
+        shown = [chunk.choices[0] for chunk in answer] if stream else answer.choices
+        assert shown[-1].finish_reason == "length"
+        assert not any((each.delta if stream else each.message).content for each in shown)
+
+
+def test_a_prompt_that_is_too_long_has_the_code_that_agents_know(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError) as failure:
+        chat(client, [{"role": "user", "content": "ab " * 50_000}])
+    assert (failure.value.code, failure.value.param) == ("context_length_exceeded", "messages")
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/v1/chat/completions", {"messages": USER, "logprobs": True, "top_logprobs": 99}, "top_logprobs"),
+        ("/v1/chat/completions", {"messages": USER, "min_tokens": 9, "max_completion_tokens": 8}, None),
+        ("/v1/chat/completions", {"messages": USER, "max_completion_tokens": -1}, "max_completion_tokens"),
+        ("/v1/completions", {"prompt": "a", "logprobs": 99}, "logprobs"),
+        ("/v1/completions", {"prompt": "a", "max_tokens": -1}, "max_tokens"),
+        ("/generate", {}, "text"),
+    ],
+)
+def test_errors_name_the_fields_that_were_sent(
+    served: Served, path: str, body: dict[str, Any], param: str | None
+) -> None:
+    answer = httpx2.post(f"{served.url}{path}", json=body)
+    assert answer.status_code == 400
+    assert param is None or answer.json()["error"]["param"] == param
+    assert "new_tokens" not in answer.text
+    assert "logprobs_num" not in answer.text

@@ -27,17 +27,20 @@ from sgl.server.dialogue import (
     start,
     steps,
 )
+from sgl.server.failures import openai_errors
 from sgl.server.openai.logprobs import chat_logprobs
+from sgl.server.openai.sampling import check_tools
 from sgl.server.openai.types import ChatRequest
 from sgl.server.openai.usage import finish_reason, usage_body
 from sgl.server.routes import Routes
 
-routes = Routes()
+routes = Routes(openai_errors("messages"))
 
 
 @routes.post("/v1/chat/completions", "user", ChatRequest)
 async def chat_completions(call: Call, body: ChatRequest) -> Any:
     """Answer a conversation."""
+    call.warnings += check_tools(body.tools or (), call.server.config.lenient)
     plan = await planned(call, body)
     renderer = await call.server.renderer() if plan.sampling.return_logprob else None
     head = {"id": new_id("chatcmpl"), "created": int(time.time()), "model": call.server.model}

@@ -29,6 +29,7 @@ from sgl.lang.graph import (
 from sgl.limits import DEFAULT_LIMITS
 from sgl.runtime.rendering import ModelRenderer
 from sgl.server.call import Call, Server, new_id
+from sgl.server.failures import openai_errors
 from sgl.server.openai.logprobs import Offsets, text_logprobs
 from sgl.server.openai.sampling import constraint_in, sampling_of
 from sgl.server.openai.types import CompletionRequest
@@ -36,7 +37,7 @@ from sgl.server.openai.usage import finish_reason, usage_of
 from sgl.server.routes import Routes
 from sgl.server.running import Running, merged
 
-routes = Routes()
+routes = Routes(openai_errors("prompt"))
 
 MAX_PROMPTS = 1024
 """Prompts of one request: each is a program."""
@@ -83,12 +84,14 @@ async def completions(call: Call, body: CompletionRequest) -> Any:
         deadline_s=body.deadline_s,
         cache_salt=call.salt(body.cache_salt),
     )
+    if body.echo and sampling.return_logprob:  # the prompt's come with the value: in one chunk
+        options = msgspec.structs.replace(options, stream=False)
     graphs = [_graph(prompt, sampling, constraint) for prompt in prompts]
     programs = [call.start(graph, options) for graph in graphs]
     samples = _samples(prompts, graphs, renderer if body.echo else None)
     if body.stream:
         include = body.stream_options is not None and body.stream_options.include_usage
-        return call.stream(_chunks(call.server, programs, samples, renderer, include))
+        return call.stream(_chunks(call.server, programs, samples, renderer, include, not options.stream))
     return await call.while_connected(_whole(call.server, programs, samples, sampling, renderer))
 
 
@@ -187,11 +190,16 @@ def _choice(sample: Sample, value: ValueEvent, renderer: ModelRenderer | None) -
         "finish_reason": finish_reason(value),
     }
     if renderer is not None:
-        places = Offsets(0 if value.prompt_logprobs else len(sample.prompt))
-        choice["logprobs"] = text_logprobs([*value.prompt_logprobs, *value.logprobs], renderer, places)
+        choice["logprobs"] = _logprobs(sample, value, renderer)
     if value.matched is not None:
         choice["matched_stop"] = value.matched
     return choice
+
+
+def _logprobs(sample: Sample, value: ValueEvent, renderer: ModelRenderer) -> dict[str, Any]:
+    """Of the echoed prompt and the text behind it."""
+    places = Offsets(0 if value.prompt_logprobs else len(sample.prompt))
+    return text_logprobs([*value.prompt_logprobs, *value.logprobs], renderer, places)
 
 
 def _usage(samples: Sequence[dict[int, Sample]]) -> dict[str, Any]:
@@ -211,6 +219,7 @@ async def _chunks(
     samples: Sequence[dict[int, Sample]],
     renderer: ModelRenderer | None,
     include_usage: bool,
+    is_whole: bool,
 ) -> AsyncGenerator[dict[str, Any], None]:
     head = {"id": new_id("cmpl"), "object": "text_completion", "created": int(time.time()), "model": server.model}
 
@@ -239,7 +248,8 @@ async def _chunks(
                 ending = {"finish_reason": finish_reason(event)}
                 if event.matched is not None:
                     ending["matched_stop"] = str(event.matched)
-                yield chunk(sample, event.value[sample.length :], **ending)
+                logprobs = _logprobs(sample, event, renderer) if renderer is not None and is_whole else None
+                yield chunk(sample, event.value[sample.length :], logprobs, **ending)
             case _:
                 pass
     if include_usage:

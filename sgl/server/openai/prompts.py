@@ -19,6 +19,7 @@ from sgl.lang.graph import LiteralText, Media, Node, Role, Text
 from sgl.server.openai.types import ImagePart, Message, RefusalPart, TextPart
 
 _ROLES = {"developer": "system"}
+_GONE = {"function_call": "give the call in tool_calls", "audio": "give its transcript as content"}
 
 
 class ChatPrompt:
@@ -69,6 +70,9 @@ class ChatPrompt:
         return len(self.nodes)
 
     def _message(self, message: Message, where: str, *, first: bool, close: bool) -> None:
+        for name, instead in _GONE.items():
+            if getattr(message, name) is not None:
+                raise InvalidParameter(f"{where}.{name} is not taken", hint=instead, param=f"{where}.{name}")
         role = _ROLES.get(message.role, message.role)
         self._role(role if role != "tool" else "user", True)
         if role == "tool":

@@ -16,6 +16,7 @@ from sgl.lang.graph import Event
 from sgl.runtime.rendering import ModelRenderer
 from sgl.server.call import Call, Server, new_id
 from sgl.server.dialogue import Plan, planned, start, steps
+from sgl.server.failures import openai_errors
 from sgl.server.openai.logprobs import chat_logprobs
 from sgl.server.openai.responses_input import chat_request, input_items, refuse
 from sgl.server.openai.responses_output import Logprobs, ResponseWriter
@@ -24,7 +25,7 @@ from sgl.server.openai.responses_types import ResponseRequest
 from sgl.server.openai.types import Object
 from sgl.server.routes import Routes
 
-routes = Routes()
+routes = Routes(openai_errors("input"))
 
 
 @routes.post("/v1/responses", "user", ResponseRequest)

@@ -6,13 +6,15 @@ are refused with the one to use in their place.
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from typing import Any
 
 from sgl.errors import InvalidParameter, Unsupported
 from sgl.grammars.spec import Choices, Constraint, canonical_schema, constraint_of
 from sgl.lang.graph import Sampling, sampling_from_mapping
 from sgl.server.call import Call
-from sgl.server.openai.types import ChatRequest, Common, CompletionRequest, ResponseFormat, StructuredOutputs
+from sgl.server.openai.types import ChatRequest, Common, CompletionRequest, Object, ResponseFormat, StructuredOutputs
 
 _SAME = (
     "temperature",
@@ -71,12 +73,64 @@ def refuse(body: Common) -> None:
             raise Unsupported(f"{name}: {why}", hint="leave it out", param=name)
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise InvalidParameter("best_of is not served", hint="use n, and choose among the samples", param="best_of")
+    if isinstance(body, ChatRequest) and body.modalities not in (None, ["text"]):
+        raise Unsupported(
+            f"modalities are {body.modalities}", hint='answers are text: give ["text"]', param="modalities"
+        )
+    if body.store:
+        raise Unsupported(
+            "store: completions are not kept", hint="leave it out; /v1/responses has a store", param="store"
+        )
     if body.structured_outputs is not None and body.structured_outputs.whitespace_pattern is not None:
         raise InvalidParameter(
             "whitespace_pattern is not served",
             hint="leave it out: white space is bounded",
             param="structured_outputs.whitespace_pattern",
         )
+
+
+def without_effect(body: Common) -> list[str]:
+    """Warnings about fields that ask for something and change nothing here."""
+    asked = [
+        ("stream_options.continuous_usage_stats", _wants_usage_everywhere(body)),
+        ("service_tier", body.service_tier not in (None, "auto", "default")),
+        ("verbosity", getattr(body, "verbosity", None) not in (None, "medium")),
+        ("prediction", getattr(body, "prediction", None) is not None),
+    ]
+    return [f"{name} has no effect here" for name, is_asked in asked if is_asked]
+
+
+def _wants_usage_everywhere(body: Common) -> bool:
+    return body.stream_options is not None and body.stream_options.continuous_usage_stats
+
+
+_TOOL = {"type", "function", "cache_control"}
+_FUNCTION = {"name", "description", "parameters", "strict"}
+
+
+def check_tools(tools: Sequence[Object], lenient: bool) -> list[str]:
+    """Warnings about fields of tools that there are not; a slip there would be a tool without parameters.
+
+    Raises:
+        Unsupported: a tool that is no function.
+        InvalidParameter: there is one, and the server is not lenient.
+    """
+    warnings = []
+    for index, tool in enumerate(tools):
+        if (kind := tool.get("type", "function")) != "function":
+            raise Unsupported(
+                f"tools[{index}] is of type {kind!r}", hint="only functions are served", param=f"tools[{index}].type"
+            )
+        function = tool.get("function")
+        wrong = [(f"tools[{index}].{name}", _TOOL) for name in tool if isinstance(function, dict) and name not in _TOOL]
+        if isinstance(function, dict):
+            wrong += [(f"tools[{index}].function.{name}", _FUNCTION) for name in function if name not in _FUNCTION]
+        for path, known in wrong:
+            hint = f"expected {', '.join(sorted(known))}"
+            if not lenient:
+                raise InvalidParameter(f"unknown field {path!r}", hint=hint, param=path)
+            warnings.append(f"unknown field {path!r} was passed over ({hint})")
+    return warnings
 
 
 def sampling_of(call: Call, body: ChatRequest | CompletionRequest) -> Sampling:
@@ -86,6 +140,7 @@ def sampling_of(call: Call, body: ChatRequest | CompletionRequest) -> Sampling:
         InvalidParameter: a value is out of range.
     """
     refuse(body)
+    call.warnings += without_effect(body)
     fields: dict[str, Any] = {name: getattr(body, name) for name in _SAME if getattr(body, name) is not None}
     if body.include_stop_str_in_output:
         fields["no_stop_trim"] = True
@@ -96,7 +151,29 @@ def sampling_of(call: Call, body: ChatRequest | CompletionRequest) -> Sampling:
         fields["top_logprobs_num"] = body.logprobs
     if "max_tokens" not in fields:
         fields["max_tokens"] = call.server.default_new_tokens if isinstance(body, ChatRequest) else 16
-    return sampling_from_mapping(fields, sampling_from_mapping(call.server.engine.sampling_defaults()))
+    try:
+        return sampling_from_mapping(fields, sampling_from_mapping(call.server.engine.sampling_defaults()))
+    except InvalidParameter as error:
+        raise _in_the_clients_words(error, body) from None
+
+
+def _in_the_clients_words(error: InvalidParameter, body: ChatRequest | CompletionRequest) -> InvalidParameter:
+    """The engine's names of fields as those that the body has."""
+    names = {"min_new_tokens": "min_tokens", "max_new_tokens": "max_tokens", "top_logprobs_num": "logprobs"}
+    if isinstance(body, ChatRequest):
+        names["top_logprobs_num"] = "top_logprobs"
+        if body.max_completion_tokens is not None:
+            names["max_new_tokens"] = "max_completion_tokens"
+        if body.max_reasoning_tokens is None:
+            names["max_reasoning_tokens"] = "thinking_budget"
+
+    def said(text: str) -> str:
+        return re.sub(r"\w+", lambda word: names.get(word[0], word[0]), text)
+
+    details = {**error.details}
+    if isinstance(param := details.get("param"), str):
+        details["param"] = said(param)
+    return InvalidParameter(said(error.message), hint=said(error.hint), location=error.location, **details)
 
 
 def _chat_fields(body: ChatRequest) -> dict[str, Any]:

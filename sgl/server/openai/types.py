@@ -15,30 +15,33 @@ Object: TypeAlias = dict[str, Any]
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
-    """`include_usage` adds a last chunk with usage, `continuous_usage_stats` gives it with each."""
+    """`include_usage` adds a last chunk with usage; `continuous_usage_stats` has no effect but a warning."""
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
     include_obfuscation: bool = False
 
 
-class TextPart(msgspec.Struct, tag="text", tag_field="type"):
-    """Text of a message."""
+class TextPart(msgspec.Struct, tag="text", tag_field="type", forbid_unknown_fields=True):
+    """Text of a message; `cache_control`, which clients of several dialects send, has no effect."""
 
     text: str
+    cache_control: Any = None
+    annotations: Any = None
 
 
-class ImageUrl(msgspec.Struct):
+class ImageUrl(msgspec.Struct, forbid_unknown_fields=True):
     """Where an image is: a `data:` URL (nothing is fetched)."""
 
     url: str
     detail: str | None = None
 
 
-class ImagePart(msgspec.Struct, tag="image_url", tag_field="type"):
+class ImagePart(msgspec.Struct, tag="image_url", tag_field="type", forbid_unknown_fields=True):
     """An image of a message."""
 
     image_url: ImageUrl
+    cache_control: Any = None
 
 
 class RefusalPart(msgspec.Struct, tag="refusal", tag_field="type"):
@@ -50,14 +53,14 @@ class RefusalPart(msgspec.Struct, tag="refusal", tag_field="type"):
 Part: TypeAlias = TextPart | ImagePart | RefusalPart
 
 
-class FunctionCall(msgspec.Struct):
+class FunctionCall(msgspec.Struct, forbid_unknown_fields=True):
     """The function of a call in an earlier turn; `arguments` is JSON text."""
 
     name: str
     arguments: str = "{}"
 
 
-class ToolCall(msgspec.Struct):
+class ToolCall(msgspec.Struct, forbid_unknown_fields=True):
     """A call in an earlier turn."""
 
     function: FunctionCall
@@ -82,7 +85,7 @@ class Message(msgspec.Struct, forbid_unknown_fields=True):
     function_call: Any = None
 
 
-class JsonSchemaFormat(msgspec.Struct, rename={"schema_": "schema"}):
+class JsonSchemaFormat(msgspec.Struct, rename={"schema_": "schema"}, forbid_unknown_fields=True):
     """The schema of `response_format`."""
 
     name: str = "response"
@@ -91,7 +94,7 @@ class JsonSchemaFormat(msgspec.Struct, rename={"schema_": "schema"}):
     description: str | None = None
 
 
-class ResponseFormat(msgspec.Struct):
+class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True):
     """What the answer's text is."""
 
     type: Literal["text", "json_object", "json_schema", "regex", "structural_tag", "ebnf", "grammar"]
