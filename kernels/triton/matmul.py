@@ -42,7 +42,8 @@ class Tile(NamedTuple):
         stages: such blocks on their way at a time.
         programs: of `stream`, per multiprocessor.
         chained: launched so that it begins while the kernel before it ends. Large grids of `walk` lose by it: all but
-            their first programs fetch ahead of nothing.
+            their first programs fetch ahead of nothing. `stream` fills the multiprocessors, which keeps the kernels
+            behind it out: a step of one row took 4.96 ms with it and 4.39 without.
     """
 
     kernel: Literal["walk", "stream"]
@@ -203,6 +204,8 @@ def linear_rows(
     num_rows, K = x_TK.shape
     N = weight_NK.shape[0] // 2 if gated else weight_NK.shape[0]
     tile = tile or best_tile(num_rows, N, K, gated=gated)
+    if x_TK.dtype == torch.float32 and num_rows > 1:
+        tile = tile._replace(block_k=tile.block_k // 2)  # a block's numbers take twice the room
     out = torch.empty(num_rows, N, dtype=x_TK.dtype, device=x_TK.device)
     added = x_TK if residual is None else residual
     block_k = triton.next_power_of_2(max(K, 64))
@@ -230,7 +233,7 @@ def best_tile(num_rows: int, N: int, K: int, *, gated: bool) -> Tile:
     if num_rows == 1:
         if is_head or not _SHORTEST_STREAM <= K <= _LONGEST_STREAM:
             return Tile("walk", 8 if K > 8192 else 4, 2048, chained=not is_head)
-        return Tile("stream", 1, stages=3, warps=8, programs=3)
+        return Tile("stream", 1, stages=3, warps=8, programs=3, chained=False)
     if gated:
         return Tile("walk", 32, 128, chained=False)
     if N <= 4096:

@@ -77,16 +77,6 @@ def test_sixteen_bits(tmp_path: Path, name: str) -> None:
     assert [len(row) for row in greedy(ours, PROMPTS, 8)] == [8, 8]
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3-moe-mixed"])
-def test_deterministic_bits(tmp_path: Path, name: str) -> None:
-    folder = folder_of(tmp_path, name)
-    ours = on_gpu(folder, enable_deterministic_inference=True)
-    together = in_chunks(ours, PROMPTS, size=19)
-    assert differences(on_cpu(together), in_chunks(runner(open_path(folder)), PROMPTS)) < TOLERANCE
-    for index, prompt in enumerate(PROMPTS):
-        assert torch.equal(in_chunks(ours, [prompt], size=6)[0], together[index])
-
-
 def test_an_engine_of_experts_draws_what_the_cpu_draws(tmp_path: Path) -> None:
     """With steps that overlap, recorded at start, under a constraint, and through the cache."""
     write_folder(tmp_path, make_model("qwen3-moe", vocab_size=512))
