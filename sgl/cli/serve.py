@@ -6,7 +6,10 @@ the defaults. The file has the names of the flags, with `_`, in one table.
 
 from __future__ import annotations
 
+import difflib
+import os
 import tomllib
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,6 +18,7 @@ import typer
 
 from sgl.cli.console import guarded, say, show_json
 from sgl.cli.options import engine_options, server_options
+from sgl.environment import variable_of
 from sgl.errors import ConfigError
 from sgl.runtime.config import EngineConfig, config_from_mapping
 
@@ -35,14 +39,22 @@ def serve(
     server: dict[str, Any],
 ) -> None:
     """Serve a model to programs and OpenAI clients, until SIGTERM or Ctrl-C."""
-    from sgl.server.config import effective, server_config
+    from sgl.server.config import ServerConfig, effective, server_config
 
     if config is not None:
         in_file = read_toml(config)
         own = {name for name in in_file if name in EngineConfig.__struct_fields__}
+        check_names(config, set(in_file) - own, [*EngineConfig.__struct_fields__, *ServerConfig.__struct_fields__])
         engine = {**{name: in_file[name] for name in own}, **engine}
         server = {**{name: value for name, value in in_file.items() if name not in own}, **server}
     if model is not None:
+        is_flag = config is None and variable_of("model_path") not in os.environ  # which go behind the argument
+        if is_flag and engine.get("model_path", model) != model:
+            raise ConfigError(
+                f"the model is {model!r}, and --model-path is {engine['model_path']!r}",
+                hint="give one of them",
+                param="model_path",
+            )
         engine = {**engine, "model_path": model}
     settings = server_config(server)
     config_from_mapping(engine)
@@ -54,6 +66,17 @@ def serve(
 
     logging_to_stderr("info")
     raise typer.Exit(run(settings, engine, say))
+
+
+def check_names(path: Path, names: Collection[str], known: Sequence[str]) -> None:
+    """Raise `ConfigError` for a name in a file that is no option."""
+    for name in sorted(set(names) - set(known)):
+        near = difflib.get_close_matches(name, known, n=1)
+        raise ConfigError(
+            f"config file {path}: there is no option {name!r}",
+            hint=f"did you mean {near[0]!r}?" if near else "see sgl serve --help",
+            param=name,
+        )
 
 
 def read_toml(path: Path) -> dict[str, Any]:

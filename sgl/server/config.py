@@ -116,6 +116,9 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 SECRETS = ("api_key", "admin_api_key")
 """Fields that are never shown."""
 
+_SEVERAL = ("api_key", "allowed_hosts")
+"""Fields that may be given as one text, too."""
+
 
 def server_config(given: Mapping[str, Any]) -> ServerConfig:
     """The config in a mapping, as flags, environment or a file give it.
@@ -126,10 +129,12 @@ def server_config(given: Mapping[str, Any]) -> ServerConfig:
     known = {field.name for field in msgspec.structs.fields(ServerConfig)}
     if unknown := sorted(set(given) - known):
         raise ConfigError(f"unknown server option {unknown[0]!r}", hint=f"they are {', '.join(sorted(known))}")
+    given = {name: (value,) if name in _SEVERAL and isinstance(value, str) else value for name, value in given.items()}
     try:
-        config = msgspec.convert(dict(given), ServerConfig)
+        config = msgspec.convert(given, ServerConfig)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"server options: {error}", hint="see sgl serve --help") from None
+        text, _, place = str(error).rstrip("`").partition(" - at `$.")
+        raise ConfigError(f"server option {place or '?'}: {text}", hint="see sgl serve --help", param=place) from None
     if any(not key.strip() for key in (*config.api_key, *filter(None, [config.admin_api_key]))):
         raise ConfigError("an API key is empty", hint="give a key, or leave the option out", param="api_key")
     if config.admin_api_key in config.api_key:

@@ -8,12 +8,15 @@ second one ends at once. A worker that dies ends the server with status 1, after
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
+import os
 import signal
 import socket
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext, suppress
+from pathlib import Path
 from typing import Any
 
 from uvicorn import Config as UvicornConfig
@@ -70,6 +73,13 @@ def _while_it_can_be_said(say: Callable[[str], None]) -> Callable[[str], None]:
 def _listen(config: ServerConfig) -> socket.socket | None:
     """The socket, taken before the model is loaded: a port that is in use is known at once. None for a unix socket."""
     if config.uds is not None:
+        folder = Path(config.uds).absolute().parent
+        if not os.access(folder, os.W_OK):
+            raise ConfigError(
+                f"cannot listen on {config.uds}: {folder} is no folder that can be written",
+                hint="choose another --uds",
+                param="uds",
+            )
         return None
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     listener = socket.socket(family)
@@ -78,10 +88,12 @@ def _listen(config: ServerConfig) -> socket.socket | None:
         listener.bind((config.host, config.port))
     except OSError as error:
         listener.close()
+        is_host = isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL
+        param = "host" if is_host else "port"
         raise ConfigError(
             f"cannot listen on {config.host}:{config.port}: {error.strerror or error}",
-            hint="choose another --port (0 takes a free one)",
-            param="port",
+            hint=f"choose another --{param}" + (" (0 takes a free one)" if param == "port" else ""),
+            param=param,
         ) from None
     return listener
 
@@ -173,6 +185,8 @@ async def _run(server: Server, listener: socket.socket | None, say: Callable[[st
     finally:
         for task in (died, stopped):
             task.cancel()
+        if server.config.uds is not None and web.started:
+            Path(server.config.uds).unlink(missing_ok=True)
 
 
 async def _drain(server: Server, is_urgent: Callable[[], bool]) -> None:
