@@ -428,7 +428,7 @@ class _Bench:
     def _plan(self) -> PairPlan:
         # Beside a GPU the host's load decides less than where the host computes itself.
         rule = CleanRule(max_foreign=0.1, max_steal=0.1)
-        return PairPlan(pairs=self._sizes.pairs, attempts=2 * self._sizes.pairs, patience_s=2.0, turn_s=0.5, rule=rule)
+        return PairPlan(pairs=self._sizes.pairs, attempts=2 * self._sizes.pairs, patience_s=2.0, turn_s=1.0, rule=rule)
 
     def _given_model(self) -> dict[str, Any]:
         """The fields that were given; with random weights of the default model's shape where its file is not here."""
