@@ -243,7 +243,7 @@ def test_command_line() -> None:
     [
         (["--workload", "mmlo"], "did you mean 'mmlu'"),
         (["--policy", "newest"], "no eviction policy 'newest'"),
-        (["--counters", "--wall"], "both given"),
+        (["--counters", "--wall"], "measure different things"),
         (["--wall", "--policy", "lru"], "--policy belongs to --counters"),
         (["--max-total-tokens", "100"], "max_total_tokens is what is measured here"),
         (["--wall", "--disable-radix-cache"], "disable_radix_cache is what is compared here"),
