@@ -7,7 +7,6 @@ the defaults. The file has the names of the flags, with `_`, in one table.
 from __future__ import annotations
 
 import difflib
-import os
 import tomllib
 from collections.abc import Collection, Sequence
 from pathlib import Path
@@ -18,7 +17,7 @@ import typer
 
 from sgl.cli.console import guarded, say, show_json
 from sgl.cli.options import engine_options, server_options
-from sgl.environment import variable_of
+from sgl.environment import read, variable_of
 from sgl.errors import ConfigError
 from sgl.runtime.config import EngineConfig, config_from_mapping
 
@@ -48,7 +47,7 @@ def serve(
         engine = {**{name: in_file[name] for name in own}, **engine}
         server = {**{name: value for name, value in in_file.items() if name not in own}, **server}
     if model is not None:
-        is_flag = config is None and variable_of("model_path") not in os.environ  # which go behind the argument
+        is_flag = config is None and read(variable_of("model_path")) is None  # which go behind the argument
         if is_flag and engine.get("model_path", model) != model:
             raise ConfigError(
                 f"the model is {model!r}, and --model-path is {engine['model_path']!r}",

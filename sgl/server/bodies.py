@@ -194,8 +194,11 @@ def _without(body: bytes, path: str, field: str) -> bytes:
     """The body without one field, named by its path as `messages[0]` or `a.b`."""
     value = json.loads(body)
     holder = value
-    for name, index in re.findall(r"([^.\[\]]+)|\[(\d+)\]", path):
-        holder = holder[name] if name else holder[int(index)]
+    try:
+        for name, index in re.findall(r"([^.\[\]]+)|\[(\d+)\]", path):
+            holder = holder[name] if name else holder[int(index)]
+    except (LookupError, TypeError):  # the field's own name looks like a path
+        holder = None
     if not isinstance(holder, dict) or field not in holder:
         raise InvalidParameter(f"unknown field {_dotted(path, field)!r}", param=_dotted(path, field))
     del holder[field]

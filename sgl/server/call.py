@@ -15,7 +15,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from contextlib import ExitStack
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -51,6 +51,13 @@ class Work(Protocol):
         """Stop it for a reason that its reader is told."""
 
 
+class Place(NamedTuple):
+    """Under which the work of a request is known: tenants may use the same ids, and reach none of each other's."""
+
+    tenant: str
+    id: str
+
+
 class Server:
     """What requests share.
 
@@ -78,8 +85,8 @@ class Server:
             ResponseStore(config.response_store_bytes, config.response_lease) if config.response_store_bytes else None
         )
         self._programs: dict[str, OpenProgram] = {}
-        self._running: dict[str, list[Work]] = {}
-        self._claimed: set[str] = set()
+        self._running: dict[Place, list[Work]] = {}
+        self._claimed: set[Place] = set()
         self._renderer: ModelRenderer | None = None
         self._renderer_lock = asyncio.Lock()
 
@@ -129,39 +136,39 @@ class Server:
                 param="model",
             )
 
-    def register(self, request_id: str, work: Work) -> None:
+    def register(self, place: Place, work: Work) -> None:
         """Make a program, or a computation, known under the id of its request."""
-        self._running.setdefault(request_id, []).append(work)
+        self._running.setdefault(place, []).append(work)
 
-    def forget(self, request_id: str, ended: list[Work]) -> None:
+    def forget(self, place: Place, ended: list[Work]) -> None:
         """What ran for a request has ended; another one with its id (tracing gives many the same) goes on."""
-        left = [work for work in self._running.get(request_id, ()) if work not in ended]
+        left = [work for work in self._running.get(place, ()) if work not in ended]
         if left:
-            self._running[request_id] = left
+            self._running[place] = left
         else:
-            self._running.pop(request_id, None)
+            self._running.pop(place, None)
 
-    def claim(self, request_id: str) -> bool:
+    def claim(self, place: Place) -> bool:
         """Take an id for one request, until `release`; False when another one has it, or runs under it."""
-        if request_id in self._claimed or request_id in self._running:
+        if place in self._claimed or place in self._running:
             return False
-        self._claimed.add(request_id)
+        self._claimed.add(place)
         return True
 
-    def release(self, request_id: str) -> None:
+    def release(self, place: Place) -> None:
         """The request that claimed this id has ended."""
-        self._claimed.discard(request_id)
+        self._claimed.discard(place)
 
-    def abort(self, request_id: str) -> int:
-        """Cancel what runs for a request; how much there was. Unknown ids are no error."""
-        running = self._running.get(request_id, [])
+    def abort(self, place: Place) -> int:
+        """Cancel what runs for a tenant's request; how much there was. Unknown ids are no error."""
+        running = self._running.get(place, [])
         for work in running:
             work.fail(Cancelled("aborted by /abort_request"))
         return len(running)
 
     def abort_all(self) -> int:
         """Cancel every request."""
-        return sum(self.abort(request_id) for request_id in list(self._running))
+        return sum(self.abort(place) for place in list(self._running))
 
     def open_program(self, program: OpenProgram) -> str:
         """Make a program known to its fragments; its id, which cannot be guessed."""
@@ -225,12 +232,13 @@ class Call:
         """
         if rid is None:
             return
-        if not self.server.claim(rid):
+        place = Place(self.tenant, rid)
+        if not self.server.claim(place):
             raise InvalidParameter(
                 f"a request with id {rid!r} is running", hint="use another rid, or wait for it", param="rid"
             )
         self.id = rid
-        self._stack.callback(self.server.release, rid)
+        self._stack.callback(self.server.release, place)
 
     def start(self, graph: Graph, options: ProgramOptions, *, finish: bool = True) -> Running:
         """Start a program; it ends with this call at the latest."""
@@ -253,11 +261,11 @@ class Call:
 
     def _register(self, work: Work) -> None:
         self._work.append(work)
-        self.server.register(self.id, work)
+        self.server.register(Place(self.tenant, self.id), work)
 
     def close(self) -> None:
         """Cancel what still runs of this request."""
-        self.server.forget(self.id, self._work)
+        self.server.forget(Place(self.tenant, self.id), self._work)
         self._stack.close()
 
     async def while_connected(self, work: Awaitable[T]) -> T:

@@ -11,6 +11,7 @@ import re
 import time
 import uuid
 from collections.abc import Iterable, Mapping
+from urllib.parse import quote
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -64,7 +65,7 @@ class Guard:
             else:
                 await self._app(scope, receive, tagged)
         except Exception:
-            log.exception("request %s to %s failed", request_id, scope["path"])
+            log.exception("request %s to %s failed", request_id, quote(scope["path"]))
             if is_whole:
                 return
             if status:
@@ -75,7 +76,7 @@ class Guard:
                 access.info(
                     "%s %s %d %.3f s id=%s",
                     scope["method"],
-                    scope["path"],
+                    quote(scope["path"]),  # a line break in it would write lines of its own
                     status,
                     time.monotonic() - start,
                     request_id,

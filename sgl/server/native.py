@@ -20,7 +20,7 @@ from sgl.lang.graph import DeltaEvent, Gen, ProgramOptions, ValueEvent, sampling
 from sgl.runtime import offline
 from sgl.runtime.offline import Output, generate_options, make_calls
 from sgl.runtime.rendering import ModelRenderer
-from sgl.server.call import Call
+from sgl.server.call import Call, Place
 from sgl.server.config import effective
 from sgl.server.openai.logprobs import token_text
 from sgl.server.routes import Routes
@@ -353,7 +353,7 @@ async def abort_request(call: Call, body: AbortRequest) -> Any:
     """End a running request; no error when there is none."""
     if body.abort_all:
         raise InvalidParameter("abort_all is for administrators", hint="POST /abort_all_requests", param="abort_all")
-    return {"aborted": call.server.abort(body.rid)}
+    return {"aborted": call.server.abort(Place(call.tenant, body.rid))}
 
 
 @routes.post("/abort_all_requests", "admin")

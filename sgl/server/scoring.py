@@ -108,6 +108,8 @@ async def score(call: Call, body: ScoreRequest) -> Any:
     """The probability of each label after each item."""
     call.server.check_model(body.model)
     items: list[Any] = [body.items] if isinstance(body.items, str) else body.items
+    lengths = sum(len(item) for item in items if isinstance(item, str | list))
+    _check_size("items", len(items), lengths + len(items) * len(body.query))
     prompts = [_prompt(body, item, index) for index, item in enumerate(items)]
     labels = _labels(body.label_token_ids, len(items))
     _check_temperature(body.temperature)
@@ -159,10 +161,12 @@ def _labels(given: list[Any], num: int) -> list[tuple[int, ...]]:
     else:
         rows = [given] * num
     for row in rows:
+        if len(row) > DEFAULT_LIMITS.max_logprob_ids:
+            raise InvalidParameter(
+                f"{len(row)} labels; at most {DEFAULT_LIMITS.max_logprob_ids} are allowed", param="label_token_ids"
+            )
         if not row or any(isinstance(each, bool) or not isinstance(each, int) for each in row):
             raise InvalidParameter("label_token_ids has no token ids", param="label_token_ids")
-    if not 1 <= num <= MAX_ITEMS:
-        raise InvalidParameter(f"{num} items; expected 1 to {MAX_ITEMS}", param="items")
     return [tuple(row) for row in rows]
 
 
@@ -179,10 +183,11 @@ def _as_node(prompt: str | list[int]) -> Node:
 async def decisions(call: Call, body: DecisionsRequest) -> Any:
     """Answer questions about an input with probabilities."""
     call.server.check_model(body.model)
+    shown = body.input if isinstance(body.input, str) else json.dumps(body.input, ensure_ascii=False)
+    _check_size("questions", len(body.questions), len(body.questions) * len(shown))
     _check_questions(body.questions)
     _check_temperature(body.temperature)
     tokenizer = (await call.server.renderer()).tokenizer
-    shown = body.input if isinstance(body.input, str) else json.dumps(body.input, ensure_ascii=False)
     asked = [_Asked(question, shown, tokenizer) for question in body.questions]
     values = await call.while_connected(_read(call, [each.graph for each in asked], body.cache_salt))
     answers = {
@@ -269,8 +274,6 @@ def _label_token(tokenizer: Tokenizer, label: str) -> int:
 
 
 def _check_questions(questions: Sequence[Question]) -> None:
-    if not 1 <= len(questions) <= MAX_ITEMS:
-        raise InvalidParameter(f"{len(questions)} questions; expected 1 to {MAX_ITEMS}", param="questions")
     ids = [question.id for question in questions]
     for index, question in enumerate(questions):
         if ids.count(question.id) > 1:
@@ -287,6 +290,19 @@ def _check_questions(questions: Sequence[Question]) -> None:
 
 
 # --- both -----------------------------------------------------------------------------------------------------------
+
+
+def _check_size(what: str, num: int, size: int) -> None:
+    """Before prompts are put together: each holds a copy of what they have in common."""
+    if not 1 <= num <= MAX_ITEMS:
+        raise InvalidParameter(f"{num} {what}; expected 1 to {MAX_ITEMS}", param=what)
+    if size > DEFAULT_LIMITS.max_call_tokens:
+        raise InvalidParameter(
+            f"{num} {what} make prompts of {size} characters or tokens together, more than the "
+            f"{DEFAULT_LIMITS.max_call_tokens} of a call",
+            hint=f"send fewer {what} at a time",
+            param=what,
+        )
 
 
 def _reader(id: int, labels: tuple[int, ...]) -> Gen:

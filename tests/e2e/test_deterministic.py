@@ -269,12 +269,13 @@ def toy_bench(**fields: Any) -> Bench:
     return Bench(open_checkpoint(locate("dummy")), Tokenizer.toy(), **fields)
 
 
-def test_toy_model_1000_requests() -> None:
-    bench, cases = toy_bench(), toy_cases(1000)
+@pytest.mark.parametrize("count", [250, pytest.param(1000, marks=pytest.mark.slow)])
+def test_toy_model(count: int) -> None:
+    bench, cases = toy_bench(), toy_cases(count)
     outcomes = {name: bench.run(way, cases) for name, way in WAYS.items()}
     alone, _ = outcomes["alone"]
     assert outcomes == {name: (alone, []) for name in WAYS}
-    assert len(bench.seen) > 1500, "contexts, most of them met in every way"
+    assert len(bench.seen) > 1.5 * count, "contexts, most of them met in every way"
     check_resubmitted(bench, cases)
     drawn = [Sampling(**options).temperature > 0 for options, _ in KINDS]
     others = [
@@ -310,7 +311,7 @@ TOPICS = (
 
 
 @pytest.mark.parametrize(
-    ("num_topics", "new_tokens"), [(10, 3), pytest.param(25, 16, marks=pytest.mark.slow)], ids=["20", "50"]
+    ("num_topics", "new_tokens"), [(5, 3), pytest.param(25, 16, marks=pytest.mark.slow)], ids=["10", "50"]
 )
 def test_smollm2_prompts(num_topics: int, new_tokens: int) -> None:
     """Two prompts per topic in every way; the longer outputs of the slow case also under pressure."""

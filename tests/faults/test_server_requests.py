@@ -211,6 +211,31 @@ def test_row_19_lenient_mode_passes_unknown_fields_over_and_says_so(dummy_engine
     assert "messages[0].odd" in " ".join(response.headers.get_list("x-warning"))
 
 
+@pytest.mark.parametrize("name", ["x` - at `$.zzz", "x` - at `$.messages[7]", "x` - at `$.max_tokens.a"])
+def test_row_19_names_that_look_like_paths_are_refused_in_lenient_mode(dummy_engine: Engine, name: str) -> None:
+    body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1, name: 1}
+    with serving(dummy_engine, lenient=True) as served, httpx2.Client(base_url=served.url) as http:
+        assert http.post("/v1/chat/completions", json=body).status_code == 400
+
+
+def test_row_42_tenants_neither_see_nor_end_what_runs_under_an_id_of_another(dummy_engine: Engine) -> None:
+    long = {"text": "a", "sampling_params": {"max_new_tokens": 1500, "ignore_eos": True}, "rid": "job", "stream": True}
+    short = {"text": "b", "rid": "job", "sampling_params": {"max_new_tokens": 1}}
+    one, two = ({"Authorization": f"Bearer {key}"} for key in ("one", "two"))
+    with (
+        serving(dummy_engine, api_key=("one", "two")) as served,
+        httpx2.Client(base_url=served.url) as http,
+        http.stream("POST", "/generate", json=long, headers=one) as first,
+    ):
+        lines = first.iter_lines()
+        next(lines)
+        with httpx2.Client(base_url=served.url) as other:
+            assert other.post("/generate", json=short, headers=two).is_success
+            assert other.post("/abort_request", json={"rid": "job"}, headers=two).json() == {"aborted": 0}
+            assert other.post("/abort_request", json={"rid": "job"}, headers=one).json() == {"aborted": 1}
+        assert "cancelled" in [line for line in lines if line][-1]
+
+
 def test_row_42_an_id_that_is_in_use_is_refused_and_its_owner_goes_on(
     served: Served, http: httpx2.Client, dummy_engine: Engine
 ) -> None:

@@ -155,7 +155,7 @@ GROUPED += [(50, 2, None, 0), (151, 1, None, 2), (160, 1, None, 1)]
 
 
 @dtypes_and_pages
-@pytest.mark.parametrize("splits", [1, 2])
+@pytest.mark.parametrize("splits", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_groups_read_their_prefix_once(dtype: torch.dtype, page_size: int, splits: int) -> None:
     """Two groups, whose prefixes end within a block, beside a row and a chunk in none; tiles smaller than a group, and
     a number of heads that does not fill a tile."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import tracemalloc
 from collections.abc import Iterator
 from typing import Any
 
@@ -100,3 +101,30 @@ def test_what_cannot_be_scored(http: httpx2.Client, path: str, body: dict[str, A
     response = http.post(path, json=body)
     assert response.status_code == 400, response.text
     assert response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/v1/score", {"query": "a" * 2**20, "items": ["b"] * 1000, "label_token_ids": [1]}, "items"),
+        ("/v1/score", {"query": "a", "items": ["b"] * 200_000, "label_token_ids": [1]}, "items"),
+        ("/v1/score", {"query": "a", "items": ["b"] * 2, "label_token_ids": [1] * 200_000}, "label_token_ids"),
+        (
+            "/v1/decisions",
+            {"input": "a" * 2**20, "questions": [{"id": str(i), "type": "yes_no"} for i in range(1000)]},
+            "questions",
+        ),
+    ],
+)
+def test_what_would_multiply_a_text_is_refused_before(
+    http: httpx2.Client, path: str, body: dict[str, Any], param: str
+) -> None:
+    tracemalloc.start()
+    try:
+        response = http.post(path, json=body)
+        most = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert response.status_code == 400, response.text
+    assert response.json()["error"]["param"] == param
+    assert most < 200 * 2**20  # the texts would take a gigabyte
