@@ -252,6 +252,8 @@ class ProgramOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     Args:
         name: of the program, for traces and errors.
         deadline_s: seconds from opening after which it fails with `DeadlineExceeded`; `None` is unlimited.
+        lease_s: seconds that it may rest, all that was submitted being done, before it fails with `StateLost`; `None`
+            is what the engine allows.
         priority: larger is more urgent.
         stream: send `TextEvent` and `DeltaEvent` as text appears, not only values.
         want_text: `DoneEvent` carries the main branch's text.
@@ -265,6 +267,7 @@ class ProgramOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     name: str = "program"
     deadline_s: float | None = None
+    lease_s: float | None = None
     priority: int = 0
     stream: bool = False
     want_text: bool = True
@@ -278,6 +281,8 @@ class ProgramOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             raise InvalidParameter(f"cache_salt is {self.cache_salt!r}; expected a string", param="cache_salt")
         if self.num_api_spec_tokens is not None:
             check_integer("num_api_spec_tokens", self.num_api_spec_tokens, low=1)
+        if self.lease_s is not None:
+            check_number("lease_s", self.lease_s, low=0.0, open_low=True)
         if self.now is not None:
             check_number("now", self.now, low=0.0)
         check_template_kwargs(self.chat_template_kwargs)
@@ -573,6 +578,7 @@ class ValueEvent(msgspec.Struct, frozen=True, tag="value", kw_only=True):
         logprobs: of the output tokens; `prompt_logprobs`: of the prompt's from `logprob_start_len` on.
         choices: the scores, for a select.
         forced: runs of tokens in `token_ids` that were appended without sampling, as (index, number).
+        latency_s: seconds from when its turn came in the program to its end; `first_s`: to the first token, 0 without.
         truncated_at: where a JSON schema's value breaks off that `length` has ended, as a JSON pointer; `None` for
             a value that is valid as it is.
     """
@@ -589,6 +595,7 @@ class ValueEvent(msgspec.Struct, frozen=True, tag="value", kw_only=True):
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
     choices: tuple[ChoiceScore, ...] = ()
     latency_s: float = 0.0
+    first_s: float = 0.0
     truncated_at: str | None = None
     forced: tuple[tuple[int, int], ...] = ()
 

@@ -317,6 +317,8 @@ class EngineCore:
             self.scheduler.gauge(counted=False)
             self.tracer.step(plan, times, touched, self.stats)
         for request in touched:
+            if request.completion_tokens and not request.first_at:
+                request.first_at = self._moved_at
             run = self._watchers.get(request.sequence.id)
             if run is not None:
                 if request.done:

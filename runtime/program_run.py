@@ -403,12 +403,13 @@ class ProgramRun:
                 self._run(work)
                 return
         event = work.finish()
+        first_s = max(request.first_at - work.branch.started_at, 0.0) if request.first_at else 0.0
         self._text.stream(work.branch)
         if isinstance(work, Drawing) and (check := work.value_check(event)) is not None:
-            done = partial(self._guarded, work.branch, work.node, partial(self._done, event=event))
+            done = partial(self._guarded, work.branch, work.node, partial(self._done, event=event, first_s=first_s))
             self._services.run_job(check, done, small=False)
         else:
-            self._done(work.branch, work.node, event)
+            self._done(work.branch, work.node, event, first_s=first_s)
 
     # --- ends ---
 
@@ -422,10 +423,10 @@ class ProgramRun:
         self._services.watch(request, self)
         self._scheduler.add(request)
 
-    def _done(self, branch: Branch, node: Gen | Select, event: ValueEvent) -> None:
+    def _done(self, branch: Branch, node: Gen | Select, event: ValueEvent, *, first_s: float = 0.0) -> None:
         """A value exists: tell the client, and go on with the branch and with whoever waited for it."""
         self._usage += event.usage
-        event = msgspec.structs.replace(event, latency_s=self._services.now() - branch.started_at)
+        event = msgspec.structs.replace(event, latency_s=self._services.now() - branch.started_at, first_s=first_s)
         woken = self._flow.put(node, event.value)
         self._services.emit(self.id, event)
         branch.busy = False

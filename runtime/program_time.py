@@ -15,7 +15,7 @@ class Lifetime:
 
     Args:
         options: its name and `deadline_s`.
-        lease_s: how long it may rest; `None` is for ever.
+        lease_s: how long the engine lets it rest, which its own `lease_s` may make shorter; `None` is for ever.
         now: when it begins.
 
     Example:
@@ -30,7 +30,7 @@ class Lifetime:
         self._name = options.name
         self._deadline_s = options.deadline_s
         self._deadline = None if options.deadline_s is None else now + options.deadline_s
-        self._lease_s = lease_s
+        self._lease_s = min((each for each in (lease_s, options.lease_s) if each is not None), default=None)
         self._rests_since: float | None = None
 
     def rest(self, now: float) -> None:
@@ -62,5 +62,5 @@ class Lifetime:
             )
         return StateLost(
             f"program {self._name!r} waited longer than its lease of {self._lease_s:g} s for its next fragment",
-            hint="go on sooner, or raise state_lease",
+            hint="go on sooner, or raise state_lease (of a server: --program-lease)",
         )

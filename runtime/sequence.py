@@ -171,6 +171,7 @@ class Request:
         path_len: tokens from here to the end of its branch's longest path, as far as the graph is known.
         following: tells what its program writes behind its output, as far as that is known.
         arrival: its number in the order in which requests were queued; `running`: it was admitted, and not put back.
+        queued_at, first_at: when it was queued, and had its first output token, on the engine's clock; 0 before.
 
     Args:
         sequence: what to compute; its ids at this moment are the prompt.
@@ -218,6 +219,7 @@ class Request:
         self.failed: tuple[str, str] | None = None
         self.queued = False
         self.queued_at = 0.0
+        self.first_at = 0.0
         self.last_step = 0
         self.done = False
         self.following: Following | None = None

@@ -59,7 +59,7 @@ def run(
     after = core.snapshot()
     after.check()
     values = {program: event for program, event in events if isinstance(event, ValueEvent)}
-    same = {"usage": Usage(), "latency_s": 0.0, "forced": ()}  # what may differ
+    same = {"usage": Usage(), "latency_s": 0.0, "first_s": 0.0, "forced": ()}  # what may differ
     plain = [msgspec.structs.replace(values[p], **same) for p in sorted(values)]
     assert len(plain) == len(CONSTRAINTS)
     return plain, after.forwards - before["forwards"], after.forced_tokens - before["forced_tokens"]

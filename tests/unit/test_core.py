@@ -631,6 +631,23 @@ def test_a_state_is_released_when_its_lease_runs_out_and_every_fragment_renews_i
     assert rig.core.snapshot().pages_held == 0
 
 
+@pytest.mark.parametrize(("own", "ends_at"), [(2.0, 2.0), (60.0, 10.0)])
+def test_a_program_may_rest_for_less_than_the_engine_allows(own: float, ends_at: float) -> None:
+    rig = Rig(state_lease=10.0)
+    rig.core.open(1, ProgramOptions(lease_s=own))
+    rig.core.submit(1, Graph(nodes=(text(0, "a" * 30), gen(1, n=4))))
+    rig.run()
+    assert rig.core.next_deadline() == ends_at
+
+
+def test_a_value_tells_when_its_first_token_came() -> None:
+    rig = Rig(hook=lambda plan: rig.advance(1.0))
+    start(rig, 1, text(0, "a" * 30), gen(1, n=4))
+    rig.run()
+    (value,) = rig.of(1, ValueEvent)
+    assert 0 < value.first_s <= value.latency_s - 2.0
+
+
 def test_a_running_generation_needs_no_lease() -> None:
     rig = Rig(state_lease=1.0, hook=lambda plan: rig.advance(5.0))
     start(rig, 1, text(0, "a" * 30), gen(1, n=4), finish=False)

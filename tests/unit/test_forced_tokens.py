@@ -99,7 +99,7 @@ def run(
 
 def outcome(rig: Rig, row: int = 0) -> list[Any]:
     """Everything about the values and failures but how they were counted."""
-    same = {"usage": Usage(), "latency_s": 0.0, "forced": ()}
+    same = {"usage": Usage(), "latency_s": 0.0, "first_s": 0.0, "forced": ()}
     values = [msgspec.structs.replace(event, **same) for event in rig.of(row, ValueEvent)]
     return [*values, *(event.error.code for event in rig.of(row, FailedEvent))]
 

@@ -58,8 +58,8 @@ def test_overlap_changes_no_outcome_and_no_counter() -> None:
     overlapped, plain = both(*nodes, num_pages=700)
     for program in range(3):
         ours, others = overlapped.of(program, ValueEvent), plain.of(program, ValueEvent)
-        by_name = {event.name: msgspec.structs.replace(event, latency_s=0.0) for event in others}
-        assert {event.name: msgspec.structs.replace(event, latency_s=0.0) for event in ours} == by_name
+        by_name = {event.name: msgspec.structs.replace(event, latency_s=0.0, first_s=0.0) for event in others}
+        assert {event.name: msgspec.structs.replace(event, latency_s=0.0, first_s=0.0) for event in ours} == by_name
         assert by_name["c"].usage.forced_tokens > 0
     stats, expected = (msgspec.structs.asdict(rig.core.snapshot()) for rig in (overlapped, plain))
     assert stats.pop("forwards") != expected.pop("forwards")

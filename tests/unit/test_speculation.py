@@ -63,7 +63,10 @@ def outcomes(rig: Rig, programs: int) -> list[object]:
     """Everything that clients see but counters."""
     return [
         sorted(
-            (msgspec.structs.replace(event, usage=None, latency_s=0) for event in rig.of(program, ValueEvent)),
+            (
+                msgspec.structs.replace(event, usage=None, latency_s=0, first_s=0)
+                for event in rig.of(program, ValueEvent)
+            ),
             key=lambda event: event.node,
         )
         for program in range(programs)
