@@ -22,6 +22,7 @@ MODULES = [
     "sgl.testing",
     "sgl.limits",
     "sgl.lang.graph",
+    "sgl.lang.events",
     "sgl.grammars.spec",
     "sgl.grammars.types",
     "sgl.server.config",
