@@ -96,7 +96,7 @@ class StartProfile(msgspec.Struct, frozen=True, tag="start_profile"):
     """Profile steps with torch's profiler; answered by `ProfileReply` at once.
 
     Attributes:
-        output_dir: folder of the trace; one of the system's for temporary files by default.
+        output_dir: folder of the trace; by default a new one that only this user can open.
         num_steps: after so many the profile ends by itself; else at `StopProfile`.
         start_step: the first one, counted from now.
         activities: of `CPU`, `GPU` and `CUDA_PROFILER` (switches a profiler from outside on, and names steps for it).

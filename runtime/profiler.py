@@ -53,11 +53,14 @@ class StepProfiler:
         if self._asked is not None:
             raise InvalidParameter("a profile is under way already", hint="end it first, with stop_profile")
         self._check(asked)
-        folder = Path(asked.output_dir or Path(tempfile.gettempdir()) / "sgl-profiles")
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            if asked.output_dir:
+                folder = Path(asked.output_dir)
+                folder.mkdir(parents=True, exist_ok=True)
+            else:
+                folder = Path(tempfile.mkdtemp(prefix="sgl-profile-"))  # nobody else can open it
         except OSError as error:
-            raise _unwritable(folder, error) from None
+            raise _unwritable(Path(asked.output_dir or tempfile.gettempdir()), error) from None
         if not os.access(folder, os.W_OK):
             raise InvalidParameter(f"output_dir {str(folder)!r} cannot be written", param="output_dir")
         self._path = folder / f"sgl-{time.time_ns() // 1000}-rank0.trace.json.gz"

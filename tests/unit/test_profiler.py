@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import shutil
 from pathlib import Path
 
 import httpx2
@@ -49,6 +50,18 @@ def test_the_window_is_exact(dummy_engine: Engine, tmp_path: Path) -> None:
     dummy_engine.start_profile(str(tmp_path))  # the one before has ended by itself
     with pytest.raises(InvalidParameter, match="before its first step"):
         dummy_engine.stop_profile()
+
+
+def test_without_a_folder_it_has_one_of_its_own(dummy_engine: Engine) -> None:
+    folders = []
+    for _ in range(2):
+        folders.append(Path(dummy_engine.start_profile(num_steps=1)).parent)
+        assert folders[-1].stat().st_mode & 0o777 == 0o700
+        dummy_engine.generate("a", GREEDY)
+    assert folders[0] != folders[1]
+    for folder in folders:
+        assert len([*folder.iterdir()]) == 1
+        shutil.rmtree(folder)
 
 
 @pytest.mark.parametrize(
