@@ -4,7 +4,7 @@ Owns the threads that fill and the bitmask of one step. The scheduler starts a `
 a constraint, since what is drawn is known before anything is computed; the sampler waits for it. In between nobody
 else touches the matchers of the plan: tokens are accepted when the step is processed.
 
-Threads for masks and threads of the model are together no more than the cores (`config.resolve`). Where that leaves
+Threads for masks and threads of the model are together no more than the cores (`resolution.resolve`). Where that leaves
 none, the job runs in `wait`, in as many threads as the model has, which have nothing to do then. Rows that their engine
 can compute together are one task, in threads of the engine's own (`sgl.grammars.matcher.prepare`). A matcher that
 raises fails its row alone.

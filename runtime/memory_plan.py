@@ -1,7 +1,7 @@
 """What an engine will hold in memory, in bytes, before a weight is read.
 
 Owns the plan: what is held, how much, why, and when (while loading, while serving, always), beside what is available
-and who says so. `runtime.config.resolve` fits the KV pool with it and refuses what cannot work; `sgl doctor`, the
+and who says so. `runtime.resolution.resolve` fits the KV pool with it and refuses what cannot work; `sgl doctor`, the
 progress display and `server_info` show it. Pure arithmetic over `Facts`; imports no torch.
 
 The plan is a bound, not a forecast: each part is the most that the code of today can hold at once, and the pool counts

@@ -1,6 +1,6 @@
 """In what form a model's weights are kept, and whose kernels compute with them: one decision, from facts.
 
-Owns the choice of dtype, quantization and kernels, with its reasons. Called by `config.resolve`. Pure; no torch.
+Owns the choice of dtype, quantization and kernels, with its reasons. Called by `resolution.resolve`. Pure; no torch.
 
 Three paths on a CPU. `torch` in float32 is the reference, and bit-exact in deterministic mode. The native kernels
 (`sgl.kernels.native`) compute with 16-bit weights, or with blocks of 8 and 4 bits; activations between the layers are

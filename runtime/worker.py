@@ -35,7 +35,7 @@ from sgl.errors import ConfigError, InternalError, InvalidParameter, SglError, U
 from sgl.grammars.formats import detect_reasoning_format, detect_tool_format
 from sgl.lang.graph import PROTOCOL, Event, FailedEvent, StateText
 from sgl.runtime import rendezvous
-from sgl.runtime.config import EngineConfig, Facts, ResolvedConfig, RuntimeOverride, config_from_mapping, resolve
+from sgl.runtime.config import EngineConfig, Facts, ResolvedConfig, RuntimeOverride, config_from_mapping
 from sgl.runtime.core import EngineCore
 from sgl.runtime.decode_graphs import early_rows
 from sgl.runtime.encoding import encodes_nothing
@@ -83,6 +83,7 @@ from sgl.runtime.messages import (
 from sgl.runtime.overrides import Settings, override
 from sgl.runtime.processors import LogitProcessor, load_processors
 from sgl.runtime.program_jobs import job_threads
+from sgl.runtime.resolution import resolve
 from sgl.runtime.sampling_defaults import model_defaults
 from sgl.runtime.speculation.draft_model import DraftModel, check_tokenizers
 from sgl.runtime.speculation.options import draft_slots, resolve_speculation

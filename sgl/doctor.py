@@ -21,7 +21,7 @@ from sgl import environment, limits
 from sgl.errors import DownloadFailed, ErrorInfo, SglError
 from sgl.kernels import registry
 from sgl.kernels.native import library
-from sgl.runtime.config import EngineConfig, ResolvedConfig, config_from_mapping, limits_of, resolve
+from sgl.runtime.config import EngineConfig, ResolvedConfig, config_from_mapping, limits_of
 from sgl.runtime.encoder_start import ResolvedEncoder, find_machine, resolve_encoder
 from sgl.runtime.loading.checkpoint import open_checkpoint
 from sgl.runtime.loading.encoder_checkpoint import encoder_checkpoint
@@ -30,6 +30,7 @@ from sgl.runtime.loading.sources import CachedModel, cache_folder, cached_models
 from sgl.runtime.memory_plan import MemoryLimit
 from sgl.runtime.models.encoder_config import EncoderConfig
 from sgl.runtime.models.registry import ModelConfig, architectures
+from sgl.runtime.resolution import resolve
 
 PACKAGES = (
     "torch",

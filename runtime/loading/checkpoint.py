@@ -87,7 +87,7 @@ class Checkpoint:
         return folder_tokenizer(self.source, self.folder)
 
     def facts(self) -> Facts:
-        """Machine and model, for `runtime.config.resolve`. The model is made for it, without weights, and counted."""
+        """Machine and model, for `resolution.resolve`. The model is made for it, without weights, and counted."""
         packed = 0 if self._gguf is None else sum(kept_bytes(info) for info in self._gguf.tensors.values())
         return gather_facts(
             self.config, parameter_sizes(self.config), weights_kind=self.source.kind, packed_bytes=packed

@@ -1,4 +1,4 @@
-"""What this process may use: CPUs, memory, CUDA. Becomes the `Facts` that `runtime.config.resolve` decides on.
+"""What this process may use: CPUs, memory, CUDA. Becomes the `Facts` that `runtime.resolution.resolve` decides on.
 
 Reads the affinity mask, `/proc`, control groups (versions 1 and 2), resource limits and torch. A container's limits
 count, not the host's sizes. What cannot be found out does not limit: a missing file means no limit from there.

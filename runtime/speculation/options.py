@@ -1,7 +1,7 @@
 """What the options of speculation say together: one pure function from what the user gave to what runs.
 
 Owns `Speculation`, the part of the resolved configuration that the engine builds its drafter from, and the refusal of
-wishes that contradict each other. Called by `config.resolve`; no torch. Names are SGLang's.
+wishes that contradict each other. Called by `resolution.resolve`; no torch. Names are SGLang's.
 """
 
 from __future__ import annotations

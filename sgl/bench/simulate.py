@@ -17,9 +17,10 @@ import msgspec
 
 from sgl.environment import parse_option
 from sgl.errors import ConfigError
-from sgl.runtime.config import EngineConfig, config_from_mapping, resolve
+from sgl.runtime.config import EngineConfig, config_from_mapping
 from sgl.runtime.loading.checkpoint import open_checkpoint
 from sgl.runtime.loading.sources import locate
+from sgl.runtime.resolution import resolve
 from sgl.runtime.simulator import LatencyModel, SimulatedProgram, Simulation, load_log, poisson
 from sgl.runtime.text.tokenizer import Tokenizer
 

@@ -32,7 +32,7 @@ from sgl.lang.graph import (
     Tokens,
     ValueEvent,
 )
-from sgl.runtime.config import EngineConfig, ResolvedConfig, resolve
+from sgl.runtime.config import EngineConfig, ResolvedConfig
 from sgl.runtime.core import EngineCore
 from sgl.runtime.loading.checkpoint import Checkpoint, open_checkpoint
 from sgl.runtime.loading.facts import load_native_kernels
@@ -40,6 +40,7 @@ from sgl.runtime.loading.sources import locate
 from sgl.runtime.model_runner import ModelRunner
 from sgl.runtime.models.registry import CausalLM
 from sgl.runtime.plan import StepPlan
+from sgl.runtime.resolution import resolve
 from sgl.runtime.sampler import Sampler
 from sgl.runtime.stats import Stats
 from sgl.runtime.text.tokenizer import Tokenizer

@@ -14,13 +14,14 @@ import torch
 from support.tiny_llama import VOCAB_SIZE, open_folder, write_llama
 
 from sgl.kernels.native import library
-from sgl.runtime.config import EngineConfig, resolve
+from sgl.runtime.config import EngineConfig
 from sgl.runtime.engine import Engine
 from sgl.runtime.loading.checkpoint import Checkpoint, open_checkpoint
 from sgl.runtime.loading.facts import load_native_kernels
 from sgl.runtime.loading.sources import locate
 from sgl.runtime.model_runner import ModelRunner
 from sgl.runtime.plan import Chunk, ScoreSpec, StepPlan
+from sgl.runtime.resolution import resolve
 
 pytestmark = pytest.mark.skipif(library.compiler() is None, reason="there is no C++ compiler")
 

@@ -15,11 +15,12 @@ import torch
 from support.oracle import transformers_smollm2
 
 from sgl.lang.graph import Sampling
-from sgl.runtime.config import EngineConfig, resolve
+from sgl.runtime.config import EngineConfig
 from sgl.runtime.loading.checkpoint import open_checkpoint
 from sgl.runtime.loading.sources import locate
 from sgl.runtime.model_runner import ModelRunner
 from sgl.runtime.plan import Chunk, SampleSpec, ScoreSpec, StepPlan
+from sgl.runtime.resolution import resolve
 from sgl.runtime.text.tokenizer import Tokenizer
 
 TOLERANCE = 1e-3

@@ -15,13 +15,14 @@ import torch
 
 from sgl.lang.graph import Sampling
 from sgl.runtime import gpu_steps
-from sgl.runtime.config import EngineConfig, resolve
+from sgl.runtime.config import EngineConfig
 from sgl.runtime.decode_graphs import INTEGERS_PER_ROW
 from sgl.runtime.loading.checkpoint import open_checkpoint
 from sgl.runtime.loading.sources import locate
 from sgl.runtime.model_runner import ModelRunner
 from sgl.runtime.page_table import PageTable
 from sgl.runtime.plan import UNKNOWN, Chunk, SampleSpec, StepPlan
+from sgl.runtime.resolution import resolve
 
 if torch.cuda.is_available():
     pytest.skip("on a GPU the engine itself is compared (tests/e2e/test_gpu.py)", allow_module_level=True)

@@ -13,12 +13,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from sgl.kernels import prepacked
 from sgl.kernels.native import library
 from sgl.lang.graph import Sampling
-from sgl.runtime.config import EngineConfig, resolve
+from sgl.runtime.config import EngineConfig
 from sgl.runtime.loading.checkpoint import open_checkpoint
 from sgl.runtime.loading.sources import locate
 from sgl.runtime.model_runner import ModelRunner
 from sgl.runtime.models.layers import Linear, prepack
 from sgl.runtime.plan import Chunk, SampleSpec, StepPlan
+from sgl.runtime.resolution import resolve
 
 DTYPES = [torch.float32, torch.bfloat16]
 

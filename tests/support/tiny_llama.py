@@ -9,11 +9,12 @@ import numpy as np
 import torch
 
 from sgl.lang.graph import Sampling
-from sgl.runtime.config import EngineConfig, resolve
+from sgl.runtime.config import EngineConfig
 from sgl.runtime.loading.checkpoint import Checkpoint, open_checkpoint
 from sgl.runtime.loading.sources import locate
 from sgl.runtime.model_runner import ModelRunner
 from sgl.runtime.plan import Chunk, SampleSpec, ScoreSpec, StepPlan
+from sgl.runtime.resolution import resolve
 
 VOCAB_SIZE = 96
 

@@ -11,11 +11,12 @@ import torch
 from support.tiny_models import CONTEXT_LEN
 
 from sgl.lang.graph import Sampling
-from sgl.runtime.config import EngineConfig, ModelImpl, resolve
+from sgl.runtime.config import EngineConfig, ModelImpl
 from sgl.runtime.loading.checkpoint import Checkpoint, open_checkpoint
 from sgl.runtime.loading.sources import LoadFormat, locate
 from sgl.runtime.model_runner import ModelRunner
 from sgl.runtime.plan import Chunk, SampleSpec, ScoreSpec, StepPlan
+from sgl.runtime.resolution import resolve
 
 SAMPLE = SampleSpec(sampling=Sampling(), seed=0, position=0, output_ids=[])
 

@@ -9,7 +9,8 @@ import pytest
 
 from sgl.errors import ConfigError
 from sgl.limits import DEFAULT_LIMITS, ENGINE_LIMITS, Limits
-from sgl.runtime.config import EngineConfig, Facts, config_from_mapping, resolve
+from sgl.runtime.config import EngineConfig, Facts, config_from_mapping
+from sgl.runtime.resolution import resolve
 
 SMALL = Facts(
     cpu_count=2,

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from sgl.errors import ConfigError
-from sgl.runtime.config import EngineConfig, Facts, ResolvedConfig, config_from_mapping, resolve
+from sgl.runtime.config import EngineConfig, Facts, ResolvedConfig, config_from_mapping
 from sgl.runtime.eviction import POLICIES, make_policy, parse_parameters
 from sgl.runtime.radix import RadixNode, RadixTree
+from sgl.runtime.resolution import resolve
 
 FACTS = Facts(
     cpu_count=4,

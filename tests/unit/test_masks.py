@@ -18,9 +18,10 @@ from sgl.grammars.spec import JsonSchema
 from sgl.kernels import registry
 from sgl.kernels.registry import OpFacts
 from sgl.lang.graph import FailedEvent, Gen, Graph, LiteralText, ProgramOptions, Sampling, Text, ValueEvent
-from sgl.runtime.config import EngineConfig, Facts, resolve
+from sgl.runtime.config import EngineConfig, Facts
 from sgl.runtime.masks import MaskJob, MaskRun
 from sgl.runtime.plan import StepPlan
+from sgl.runtime.resolution import resolve
 
 SCHEMA = JsonSchema(json.dumps({"type": "array", "items": {"enum": ["a", "b"]}, "maxItems": 3}))
 

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 
 from sgl.errors import ConfigError
 from sgl.kernels.workspace import GATHERED_SLOTS, decode_attention_bytes, rows_at_once
-from sgl.runtime.config import EngineConfig, Facts, config_from_mapping, resolve
+from sgl.runtime.config import EngineConfig, Facts, config_from_mapping
 from sgl.runtime.loading.facts import held_bytes, memory_limits
 from sgl.runtime.memory_plan import GiB, MiB, Sizes, plan_memory
+from sgl.runtime.resolution import resolve
 
 SMOL = Facts(
     cpu_count=2,

@@ -11,11 +11,12 @@ import torch
 
 from sgl.errors import ConfigError
 from sgl.lang.graph import Sampling
-from sgl.runtime.config import EngineConfig, resolve
+from sgl.runtime.config import EngineConfig
 from sgl.runtime.loading.checkpoint import open_checkpoint
 from sgl.runtime.loading.sources import locate
 from sgl.runtime.model_runner import ForwardBatch, KVCache, ModelRunner
 from sgl.runtime.plan import UNKNOWN, Chunk, SampleSpec, ScoreSpec, StepPlan
+from sgl.runtime.resolution import resolve
 
 SAMPLE = SampleSpec(sampling=Sampling(), seed=0, position=0, output_ids=[])
 TOKENS = [72, 101, 108, 108, 111, 44, 32, 119, 111, 114, 108, 100]

@@ -10,8 +10,9 @@ import msgspec
 import pytest
 
 from sgl.errors import ConfigError
-from sgl.runtime.config import EngineConfig, Facts, resolve
+from sgl.runtime.config import EngineConfig, Facts
 from sgl.runtime.numerics import Dtype, decide_numerics
+from sgl.runtime.resolution import resolve
 from sgl.runtime.worker import _resolve_and_load_kernels
 
 FACTS = Facts(

@@ -11,10 +11,11 @@ from support.scripted import Rig, small_config
 from sgl.errors import ConfigError
 from sgl.lang.graph import Gen, Graph, LiteralText, ProgramOptions, Sampling, Text
 from sgl.limits import Limits
-from sgl.runtime.config import EngineConfig, Facts, resolve
+from sgl.runtime.config import EngineConfig, Facts
 from sgl.runtime.engine import Engine
 from sgl.runtime.memory_plan import MiB
 from sgl.runtime.overrides import OVERRIDABLE, Settings, override
+from sgl.runtime.resolution import resolve
 
 SETTINGS = Settings(config=small_config(), limits=Limits())
 
