@@ -11,6 +11,7 @@ read of a program that was open. Ctrl-C reaches this process alone, since the wo
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import os
@@ -22,6 +23,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
+from concurrent import futures
 from concurrent.futures import Future
 from contextlib import ExitStack, suppress
 from itertools import count
@@ -189,15 +191,27 @@ class WorkerClient:
 
     def health(self, timeout_s: float) -> Health:
         """How the engine is now; waits at most `timeout_s` for an answer. Several may ask at the same time."""
+        answer = self.ask(Ping)
+        futures.wait([answer], timeout_s)
+        return self._health(answer, timeout_s)
+
+    async def async_health(self, timeout_s: float) -> Health:
+        """`health` for asyncio."""
+        answer = self.ask(Ping)
+        with suppress(SglError, TimeoutError):
+            await asyncio.wait_for(asyncio.wrap_future(answer), timeout_s)
+        return self._health(answer, timeout_s)
+
+    def _health(self, answer: Future[Pong], waited_s: float) -> Health:
         live = self.alive
+        if not answer.done():
+            return Health(live=live, ready=False, reason=f"no answer in {waited_s:g} s: a step hangs, or is that long")
         try:
-            pong: Pong = self.ask(Ping).result(timeout_s)
+            stalled_s = answer.result().stalled_s
         except SglError as error:
-            return Health(live=self.alive, ready=False, reason=error.message)
-        except TimeoutError:
-            return Health(live=live, ready=False, reason=f"no answer in {timeout_s:g} s: a step hangs, or is that long")
-        if pong.stalled_s > timeout_s:
-            return Health(live=live, ready=False, reason=f"no step succeeded in the last {pong.stalled_s:.0f} s")
+            return Health(live=live, ready=False, reason=error.message)
+        if stalled_s > waited_s:
+            return Health(live=live, ready=False, reason=f"no step succeeded in the last {stalled_s:.0f} s")
         return Health(live=live, ready=live)
 
     def send(self, message: ToWorker) -> None:

@@ -102,9 +102,17 @@ class Engine:
             EngineBusy: requests ran or waited all that time.
             InvalidParameter: `wait_s` is no number of seconds.
         """
-        check_number("wait_s", wait_s, low=0.0, high=LONGEST_S)
-        self._client.ask(lambda request: FlushCache(request, float(wait_s))).result()
+        self._flush(wait_s).result()
         return True
+
+    async def async_flush_cache(self, *, wait_s: float = 0.0) -> bool:
+        """`flush_cache` for asyncio."""
+        await asyncio.wrap_future(self._flush(wait_s))
+        return True
+
+    def _flush(self, wait_s: float) -> Future[Any]:
+        check_number("wait_s", wait_s, low=0.0, high=LONGEST_S)
+        return self._client.ask(lambda request: FlushCache(request, float(wait_s)))
 
     def pin(self, prefix: str | Sequence[int], *, ttl_s: float | None = None, cache_salt: str = "") -> PinnedPrefix:
         """Keep a prefix in the cache, whatever else needs room; computes it first where it is not cached.
@@ -222,7 +230,7 @@ class Engine:
         """Profile steps with torch's profiler; each carries its phase, rows and tokens as a name.
 
         Args:
-            output_dir: folder of the trace; one of the system's for temporary files by default.
+            output_dir: folder of the trace; by default a new one that only this user can open.
             num_steps: the profile ends by itself after so many; else at `stop_profile`.
             start_step: the first step that is profiled, counted from now.
             activities: of `CPU`, `GPU`, and `CUDA_PROFILER`, which switches a profiler from outside on.
@@ -274,6 +282,11 @@ class Engine:
         check_number("timeout_s", timeout_s, low=0.0, high=LONGEST_S, open_low=True)
         return self._client.health(timeout_s)
 
+    async def async_health(self, timeout_s: float = 10.0) -> Health:
+        """`health` for asyncio."""
+        check_number("timeout_s", timeout_s, low=0.0, high=LONGEST_S, open_low=True)
+        return await self._client.async_health(timeout_s)
+
     @property
     def ready(self) -> bool:
         """`health().ready`."""
@@ -287,6 +300,11 @@ class Engine:
     def stats(self) -> dict[str, Any]:
         """Counters and gauges (see `sgl.runtime.stats.Stats`)."""
         stats: dict[str, Any] = self._client.ask(lambda request: GetStats(request)).result()
+        return stats
+
+    async def async_stats(self) -> dict[str, Any]:
+        """`stats` for asyncio."""
+        stats: dict[str, Any] = await asyncio.wrap_future(self._client.ask(lambda request: GetStats(request)))
         return stats
 
     def check(self) -> None:

@@ -1,7 +1,8 @@
 """Bodies of requests: read within bounds, checked, and turned into values.
 
 Owns size, time and depth of a body and the strictness about its fields. A body is never decoded before its size and
-depth are known; one that takes long to look at is looked at on a thread.
+depth are known; one that takes long to look at is looked at on a thread (and handlers go through it with `Call.apart`).
+Turns of a conversation are bounded, since every dialect goes through them one by one.
 
 Fails with `BodyTooLarge`, `BodyTimeout` and `InvalidParameter`, whose `param` is the path of the field.
 """
@@ -25,8 +26,10 @@ T = TypeVar("T")
 
 _DISCARD_S = 1.0
 _FETCH = "sec-fetch-site"
-_LARGE = 64 * 2**10
+LARGE = 64 * 2**10
 """Bytes from which a body is looked at on a thread: some 0.3 ms of work."""
+MAX_TURNS = 4096
+"""Turns of a conversation, parts of their contents included: some 30 ms of work."""
 _NESTING = re.compile(rb'"(?:[^"\\]++|\\.)*+"|[\[{]|[\]}]', re.DOTALL)
 _AT = re.compile(r" - at `\$\.?(?P<path>[^`]*)`$")
 _UNKNOWN = re.compile(r"Object contains unknown field `(?P<field>[^`]*)`")
@@ -102,7 +105,7 @@ async def decode(body: bytes, kind: type[T], lenient: bool = False) -> tuple[T, 
     Raises:
         InvalidParameter: not JSON, nested too deeply, a wrong value, or a field that there is not.
     """
-    if len(body) >= _LARGE:
+    if len(body) >= LARGE:
         return await asyncio.to_thread(decode_now, body, kind, lenient)
     return decode_now(body, kind, lenient)
 
@@ -123,7 +126,10 @@ def decode_now(body: bytes, kind: type[T], lenient: bool = False) -> tuple[T, li
     warnings: list[str] = []
     for _ in range(_MOST_UNKNOWN):
         try:
-            return msgspec.json.decode(body, type=kind), warnings
+            value = msgspec.json.decode(body, type=kind)
+            for name in ("messages", "system"):
+                check_turns(name, getattr(value, name, None))
+            return value, warnings
         except msgspec.ValidationError as error:
             found = _UNKNOWN.search(str(error))
             if found is None:
@@ -165,6 +171,28 @@ def check_depth(body: bytes, most: int = DEFAULT_LIMITS.max_json_depth) -> None:
                 raise InvalidParameter(f"the body is nested deeper than {most} levels", hint="send a flatter object")
         elif first in b"]}":
             depth -= 1
+
+
+def check_turns(name: str, turns: Any) -> None:
+    """Raise `InvalidParameter` for a conversation, the field `name`, of more turns and parts than `MAX_TURNS`.
+
+    Example:
+        >>> check_turns("messages", [{"content": [{}] * 4096}])
+        Traceback (most recent call last):
+        sgl.errors.InvalidParameter: messages has 4097 turns and parts; at most 4096 are taken (shorten it)
+    """
+    if not isinstance(turns, list):
+        return
+    num = len(turns)
+    for turn in turns:
+        content = turn.get("content") if isinstance(turn, dict) else getattr(turn, "content", None)
+        num += len(content) if isinstance(content, list) else 0
+    if num > MAX_TURNS:
+        raise InvalidParameter(
+            f"{name} has {num} turns and parts; at most {MAX_TURNS} are taken",
+            hint="shorten it",
+            param=name,
+        )
 
 
 def _invalid(error: msgspec.ValidationError) -> InvalidParameter:

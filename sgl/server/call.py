@@ -15,7 +15,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from contextlib import ExitStack
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, Protocol, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -35,10 +35,8 @@ from sgl.server.running import Computation, Running
 if TYPE_CHECKING:
     from sgl.server.programs import OpenProgram
 
+P = ParamSpec("P")
 T = TypeVar("T")
-
-WRITE_TIMEOUT_S = 60.0
-"""Seconds that a client may leave its receive buffer full before its connection is closed."""
 
 MAX_UNWRITTEN = 2**14
 """Bytes of a stream that may wait for a write to end; behind them events wait, which `stream_backlog` bounds."""
@@ -87,6 +85,7 @@ class Server:
         self._programs: dict[str, OpenProgram] = {}
         self._running: dict[Place, list[Work]] = {}
         self._claimed: set[Place] = set()
+        self._admitted: set[Call] = set()
         self._renderer: ModelRenderer | None = None
         self._renderer_lock = asyncio.Lock()
 
@@ -184,10 +183,18 @@ class Server:
         """It has ended."""
         self._programs.pop(id, None)
 
+    def admit(self, call: Call) -> None:
+        """A request was taken, and will be answered before a drain is over."""
+        self._admitted.add(call)
+
+    def dismiss(self, call: Call) -> None:
+        """It has its answer; its stream has ended."""
+        self._admitted.discard(call)
+
     @property
     def num_running(self) -> int:
-        """Requests for which something runs."""
-        return len(self._running)
+        """Requests that were taken and are not answered, from their body to the end of their stream."""
+        return len(self._admitted)
 
 
 class Call:
@@ -200,6 +207,7 @@ class Call:
 
     Attributes:
         warnings: about what was passed over (lenient mode); they go into the response.
+        is_large: its body takes long to look at (see `apart`).
     """
 
     def __init__(self, server: Server, request: Request, id: str, key: str | None, shape: Shape = error_body) -> None:
@@ -208,9 +216,14 @@ class Call:
         self.request = request
         self.id = id
         self.warnings: list[str] = []
+        self.is_large = False
         self.key = key
         self._work: list[Work] = []
         self._stack = ExitStack()
+
+    def admit(self) -> None:
+        """A drain waits for this request from now on."""
+        self.server.admit(self)
 
     @property
     def tenant(self) -> str:
@@ -240,13 +253,22 @@ class Call:
         self.id = rid
         self._stack.callback(self.server.release, place)
 
+    async def apart(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """`work(...)`, on a thread where the body is large: what takes time in proportion to it holds nobody up."""
+        if self.is_large:
+            return await asyncio.to_thread(work, *args, **kwargs)
+        return work(*args, **kwargs)
+
     def start(self, graph: Graph, options: ProgramOptions, *, finish: bool = True) -> Running:
         """Start a program; it ends with this call at the latest."""
         server = self.server
         watch = server.metrics.watch()
         program = self._stack.enter_context(Running(server.engine, options, server.config.stream_backlog, watch.see))
         self._register(program)
-        program.submit(graph, finish=finish)
+        if self.is_large and finish:
+            program.submit_apart(graph)
+        else:
+            program.submit(graph, finish=finish)
         return program
 
     async def compute(self, work: Coroutine[Any, Any, T]) -> T:
@@ -265,6 +287,7 @@ class Call:
 
     def close(self) -> None:
         """Cancel what still runs of this request."""
+        self.server.dismiss(self)
         self.server.forget(Place(self.tenant, self.id), self._work)
         self._stack.close()
 
@@ -305,7 +328,8 @@ class EventStream(Response):
     """A response of events that come one by one.
 
     The first event is waited for before anything is sent, so that what fails at once has a status of its own. The
-    client's going away, or its not reading for `WRITE_TIMEOUT_S`, ends the events' generator and with it the program.
+    client's going away, or its being let go because it does not read (`sgl.server.transport`), ends the events'
+    generator and with it the program.
     """
 
     def __init__(self, call: Call, events: AsyncGenerator[Any, None], framing: Framing) -> None:
@@ -370,11 +394,7 @@ class _Output:
         self._fault: Exception | None = None
 
     async def write(self, frame: bytes, *, is_last: bool = False) -> None:
-        """Take a frame.
-
-        Raises:
-            TimeoutError: the client left its receive buffer full for `WRITE_TIMEOUT_S`.
-        """
+        """Take a frame; raises what a write raised."""
         self._frames.append(frame)
         self._size += len(frame)
         self._is_last = is_last
@@ -394,8 +414,7 @@ class _Output:
                 data, is_last = b"".join(self._frames), self._is_last
                 self._frames.clear()
                 self._size = 0
-                async with asyncio.timeout(WRITE_TIMEOUT_S):
-                    await self._send({"type": "http.response.body", "body": data, "more_body": not is_last})
+                await self._send({"type": "http.response.body", "body": data, "more_body": not is_last})
                 if is_last:
                     return
                 self._emptied.set()

@@ -60,6 +60,12 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     max_header_bytes: Annotated[int, Meta(ge=1024, le=2**20, description="Largest head of a request.")] = 32 * 2**10
     header_timeout: Annotated[Seconds, Meta(description="Seconds in which the head of a request must come.")] = 10.0
     body_timeout: Annotated[Seconds, Meta(description="Seconds in which the body of a request must come.")] = 60.0
+    write_timeout: Annotated[
+        Seconds, Meta(description="Seconds in which a client must take 64 KiB of its answer, or what is left of it.")
+    ] = 60.0
+    max_unread_bytes: Annotated[
+        int, Meta(ge=2**20, description="Bytes of answers that wait for clients to read, of all connections together.")
+    ] = 2**28
     max_connections: Annotated[int, Meta(ge=1, description="Connections open at a time; more are answered 503.")] = 4096
     stream_backlog: Annotated[
         int, Meta(ge=16, description="Events that a stream's reader may lag behind before its request is aborted.")

@@ -59,7 +59,7 @@ class RerankRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 async def embeddings(call: Call, body: EmbeddingsRequest) -> Any:
     """Embeddings of texts."""
     call.server.check_model(body.model)
-    texts, ids = _inputs(body.input)
+    texts, ids = await call.apart(_inputs, body.input)
     outputs = await call.compute(call.server.engine.async_encode(texts, input_ids=ids, truncate=body.truncate))
     vectors = [shortened(output["embedding"], body.dimensions) for output in outputs]
     return {

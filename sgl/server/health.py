@@ -1,13 +1,13 @@
 """What probes, dashboards and load balancers ask.
 
 Owns three different questions: live (this process and the worker exist), ready (it takes requests: the worker answers,
-steps succeed, no drain), and whether a token really comes out (`/health_generate`). None of them waits for another, and
-each probe is a program of its own, so that two at once do not collide.
+steps succeed, no drain), and whether a token really comes out (`/health_generate`). None of them waits for another, or
+for a thread, of which requests may have taken all; and each probe is a program of its own, so that two at once do not
+collide.
 """
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 from starlette.responses import Response
@@ -26,7 +26,7 @@ PROBE_S = 5.0
 
 
 async def _health(call: Call) -> tuple[bool, bool, str]:
-    health = await asyncio.to_thread(call.server.engine.health, PROBE_S)
+    health = await call.server.engine.async_health(PROBE_S)
     if call.server.draining:
         return health.live, False, "the server is shutting down"
     return health.live, health.ready, health.reason
@@ -94,11 +94,11 @@ async def version(call: Call) -> Any:
     return {"version": sgl.__version__}
 
 
-@routes.get("/metrics", "user")
+@routes.get("/metrics", "user", goes_on=True)
 async def metrics(call: Call) -> Any:
     """Prometheus metrics; without the engine's while its worker is away."""
     try:
-        stats = await asyncio.to_thread(call.server.engine.stats)
+        stats = await call.server.engine.async_stats()
     except EngineDead:
         stats = {}
     return Response(call.server.metrics.text(stats), media_type=CONTENT_TYPE)

@@ -2,6 +2,10 @@
 
 Owns one registry per server: histograms that the server observes, and what the engine counts, read at each scrape.
 Counters stand for what can be summed (a hit rate is two of them, divided where they are read).
+
+The time to the first token is from when the server started a program to when the engine had the first token of its
+generations, streamed or not: a stream's first delta comes with it, and of a whole value the engine reports how long
+before its end it was. Programs that generate nothing have none.
 """
 
 from __future__ import annotations
@@ -58,7 +62,7 @@ class Metrics:
         self.registry = CollectorRegistry()
         self._engine = _EngineStats(model)
         self.registry.register(self._engine)
-        self._first = self._histograms("time_to_first_token_seconds", "Until the first output.", _LATENCIES)
+        self._first = self._histograms("time_to_first_token_seconds", "Until the first token.", _LATENCIES)
         self._between = self._histograms("inter_token_latency_seconds", "Between outputs.", _TOKEN_LATENCIES)
         self._whole = self._histograms("e2e_request_latency_seconds", "From arrival to the end.", _LATENCIES)
         self._requests = Counter(
@@ -97,26 +101,37 @@ class Watch:
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
         self._start = self._last = time.monotonic()
-        self._any = False
+        self._first_s: float | None = None
+        self._is_told = False
 
     def see(self, event: Event) -> None:
         """An event came."""
         now = time.monotonic()
         match event:
-            case DeltaEvent() | ValueEvent():
-                if not self._any:
-                    self._any = True
-                    _observe(self._metrics._first, now - self._start)
-                elif isinstance(event, DeltaEvent):
+            case DeltaEvent():
+                if not self._is_told:
+                    self._tell(now - self._start)
+                else:
                     num = max(len(event.token_ids), 1)
                     _observe(self._metrics._between, (now - self._last) / num, num)
                 self._last = now
+            case ValueEvent():
+                if event.first_s:
+                    since_s = now - self._start - (event.latency_s - event.first_s)
+                    self._first_s = since_s if self._first_s is None else min(self._first_s, since_s)
+                self._last = now
             case DoneEvent():
+                if not self._is_told and self._first_s is not None:
+                    self._tell(self._first_s)
                 _observe(self._metrics._whole, now - self._start)
             case FailedEvent():
                 self._metrics._aborted.inc()
             case _:
                 pass
+
+    def _tell(self, seconds: float) -> None:
+        self._is_told = True
+        _observe(self._metrics._first, max(seconds, 0.0))
 
 
 def _observe(histograms: list[Histogram], seconds: float, times: int = 1) -> None:

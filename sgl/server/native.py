@@ -28,6 +28,9 @@ from sgl.server.running import Running, merged
 
 routes = Routes()
 
+MAX_PROMPTS = 1024
+"""Prompts of one request: each is a program."""
+
 
 class GenerateRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """`POST /generate`: a prompt or a list of them."""
@@ -122,7 +125,11 @@ async def generate(call: Call, body: GenerateRequest) -> Any:
         "custom_logit_processor": body.custom_logit_processor,
     }
     base = sampling_from_mapping(call.server.engine.sampling_defaults())
-    calls, single = make_calls(body.text, body.input_ids, body.sampling_params, asked, base)
+    calls, single = await call.apart(make_calls, body.text, body.input_ids, body.sampling_params, asked, base)
+    if len(calls) > MAX_PROMPTS:
+        raise InvalidParameter(
+            f"{len(calls)} prompts in one request; at most {MAX_PROMPTS} are allowed", hint="send several", param="text"
+        )
     options = msgspec.structs.replace(
         generate_options(stream=body.stream, cache_salt=call.salt(body.cache_salt)), priority=body.priority or 0
     )
@@ -233,11 +240,13 @@ async def detokenize(call: Call, body: DetokenizeRequest) -> Any:
     tokenizer = (await call.server.renderer()).tokenizer
     single = not any(isinstance(each, list) for each in body.tokens)
     rows = [body.tokens] if single else body.tokens
-    for ids in rows:
-        check_ids("tokens", ids, tokenizer.vocab_size)
-    texts = await asyncio.to_thread(
-        lambda: [tokenizer.decode(ids, skip_special_tokens=body.skip_special_tokens) for ids in rows]
-    )
+
+    def decoded() -> list[str]:
+        for ids in rows:
+            check_ids("tokens", ids, tokenizer.vocab_size)
+        return [tokenizer.decode(ids, skip_special_tokens=body.skip_special_tokens) for ids in rows]
+
+    texts = await asyncio.to_thread(decoded)
     return {"text": texts[0], "prompt": texts[0]} if single else {"text": texts}
 
 
@@ -283,7 +292,7 @@ async def get_server_info(call: Call) -> Any:
 
 
 async def _server_info(call: Call) -> dict[str, Any]:
-    stats = await asyncio.to_thread(call.server.engine.stats)
+    stats = await call.server.engine.async_stats()
     return {
         "version": sgl.__version__,
         **call.server.engine.server_info(),
@@ -299,7 +308,7 @@ async def flush_cache(call: Call) -> Any:
         wait_s = float(call.request.query_params.get("timeout", "0"))
     except ValueError:
         raise InvalidParameter("timeout is no number", param="timeout") from None
-    await asyncio.to_thread(lambda: call.server.engine.flush_cache(wait_s=wait_s))
+    await call.while_connected(call.server.engine.async_flush_cache(wait_s=wait_s))
     return {"status": "ok"}
 
 
@@ -348,7 +357,7 @@ async def stop_profile(call: Call) -> Any:
     return {"status": "ok", "path": await asyncio.to_thread(call.server.engine.stop_profile)}
 
 
-@routes.post("/abort_request", "user", AbortRequest)
+@routes.post("/abort_request", "user", AbortRequest, goes_on=True)
 async def abort_request(call: Call, body: AbortRequest) -> Any:
     """End a running request; no error when there is none."""
     if body.abort_all:
@@ -356,7 +365,7 @@ async def abort_request(call: Call, body: AbortRequest) -> Any:
     return {"aborted": call.server.abort(Place(call.tenant, body.rid))}
 
 
-@routes.post("/abort_all_requests", "admin")
+@routes.post("/abort_all_requests", "admin", goes_on=True)
 async def abort_all_requests(call: Call) -> Any:
     """End every running request."""
     return {"aborted": call.server.abort_all()}

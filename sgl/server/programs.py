@@ -10,31 +10,38 @@ as it is, with its arguments.
     DELETE /v1/programs/{id}                     stop it
 
 A whole program without `stream` is answered with its values. A stream has the program's events; it is the program's
-lease as well: when its reader goes away, the state on the server is freed. One that waits for a fragment longer than
-`program_lease` fails with `StateLost`.
+lease as well: when its reader goes away, the state on the server is freed. One that rests longer than `program_lease`,
+all that it was sent being done and no state being read, fails with `StateLost`; the engine, which alone knows when it
+rests, counts.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
-from typing import Any
+from collections import Counter
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import msgspec
 
-from sgl.errors import InvalidParameter, NotFound, SglError, StateLost
+from sgl.errors import InvalidParameter, NotFound, SglError
 from sgl.lang.compile import CompiledProgram
 from sgl.lang.graph import (
+    ARGUMENTS,
+    LONGEST_S,
     PROTOCOL,
     DoneEvent,
     Event,
     FailedEvent,
     Graph,
-    HandlesEvent,
+    LiteralText,
     ProgramOptions,
+    Text,
     ValueEvent,
+    Var,
     from_json,
 )
+from sgl.limits import DEFAULT_LIMITS
 from sgl.server.call import Call
 from sgl.server.routes import Routes
 from sgl.server.running import Running, merged
@@ -43,6 +50,9 @@ routes = Routes()
 
 MAX_ROWS = 1024
 """Bindings of one request: each is a program."""
+
+MAX_NODES = 2**18
+"""Nodes of all these programs together."""
 
 
 class ProgramRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -78,38 +88,11 @@ class Started(msgspec.Struct, frozen=True, tag="program"):
     protocol: int = PROTOCOL
 
 
-class OpenProgram:
-    """A program that takes fragments.
+class OpenProgram(NamedTuple):
+    """A program that takes fragments; no key but the one that opened it reaches it."""
 
-    Args:
-        key: the API key that opened it: no other reaches it.
-        lease_s: how long it may wait for a fragment.
-    """
-
-    def __init__(self, running: Running, key: str | None, lease_s: float) -> None:
-        self.running = running
-        self.key = key
-        self._lease_s = lease_s
-        self._timer: asyncio.TimerHandle | None = None
-
-    def waits(self) -> None:
-        """All that was submitted is done."""
-        self.works()
-        self._timer = asyncio.get_running_loop().call_later(self._lease_s, self._expire)
-
-    def works(self) -> None:
-        """A fragment came, or the program ended."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-
-    def _expire(self) -> None:
-        self.running.fail(
-            StateLost(
-                f"no fragment came for {self._lease_s:g} s; the program's state was released",
-                hint="send fragments sooner, or raise --program-lease",
-            )
-        )
+    running: Running
+    key: str | None
 
 
 @routes.post("/v1/programs", "user", ProgramRequest)
@@ -145,7 +128,31 @@ def _graphs(body: ProgramRequest) -> tuple[list[Graph], bool]:
     rows = body.bindings if isinstance(body.bindings, list) else [body.bindings or {}]
     if not 1 <= len(rows) <= MAX_ROWS:
         raise InvalidParameter(f"{len(rows)} bindings; expected 1 to {MAX_ROWS}", param="bindings")
+    _check_size(program.graph, rows)
     return [program.bind(**row) for row in rows], not isinstance(body.bindings, list)
+
+
+def _check_size(graph: Graph, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Before there are copies of the template: each row holds its nodes, and its text with the arguments in it."""
+    if (num_nodes := len(graph.nodes) * len(rows)) > MAX_NODES:
+        raise InvalidParameter(
+            f"{len(rows)} bindings of {len(graph.nodes)} nodes make {num_nodes}; at most {MAX_NODES} are taken",
+            hint="send fewer bindings at a time",
+            param="bindings",
+        )
+    segments = [segment for node in graph.nodes if isinstance(node, Text) for segment in node.segments]
+    written = sum(len(segment.text) for segment in segments if isinstance(segment, LiteralText))
+    uses = Counter(segment.name for segment in segments if isinstance(segment, Var) and segment.branch == ARGUMENTS)
+    size = written * len(rows) + sum(
+        uses[name] * len(value) for row in rows for name, value in row.items() if isinstance(value, str)
+    )
+    if size > DEFAULT_LIMITS.max_call_tokens:
+        raise InvalidParameter(
+            f"{len(rows)} bindings make texts of {size} characters together, more than the "
+            f"{DEFAULT_LIMITS.max_call_tokens} of a call",
+            hint="send fewer bindings at a time",
+            param="bindings",
+        )
 
 
 def _options(call: Call, body: ProgramRequest) -> ProgramOptions:
@@ -156,7 +163,8 @@ def _options(call: Call, body: ProgramRequest) -> ProgramOptions:
     unknown = sorted(set(body.options) - set(ProgramOptions.__struct_fields__))
     if unknown:
         raise InvalidParameter(f"unknown program option {unknown[0]!r}", param=f"options.{unknown[0]}")
-    return msgspec.structs.replace(options, cache_salt=call.salt(options.cache_salt or None))
+    lease_s = min(options.lease_s or LONGEST_S, call.server.config.program_lease)
+    return msgspec.structs.replace(options, cache_salt=call.salt(options.cache_salt or None), lease_s=lease_s)
 
 
 async def _one(
@@ -164,16 +172,12 @@ async def _one(
 ) -> AsyncGenerator[Event | Started, None]:
     server = call.server
     program = call.start(graph, options, finish=finish)
-    opened = OpenProgram(program, call.key, server.config.program_lease)
-    id = server.open_program(opened)
+    id = server.open_program(OpenProgram(program, call.key))
     try:
         yield Started(id)
         async for event in program.events(failures=True):
-            if isinstance(event, HandlesEvent):
-                opened.waits()
             yield event
     finally:
-        opened.works()
         server.close_program(id)
 
 
@@ -214,29 +218,24 @@ def _opened(call: Call) -> OpenProgram:
     return found
 
 
-@routes.post("/v1/programs/{id}/fragments", "user", FragmentRequest)
+@routes.post("/v1/programs/{id}/fragments", "user", FragmentRequest, goes_on=True)
 async def add_fragment(call: Call, body: FragmentRequest) -> Any:
     """Continue a program; its events come on its stream."""
     opened = _opened(call)
     graph = await asyncio.to_thread(from_json, bytes(body.graph))
-    opened.works()
     opened.running.submit(graph, finish=body.finish)
     return call.json({"status": "ok"}, 202)
 
 
-@routes.get("/v1/programs/{id}/branches/{branch:int}", "user")
+@routes.get("/v1/programs/{id}/branches/{branch:int}", "user", goes_on=True)
 async def read_branch(call: Call) -> Any:
     """The text and token ids of a live branch, after everything submitted so far."""
-    opened = _opened(call)
-    opened.works()
-    state = await call.while_connected(
-        asyncio.wrap_future(opened.running.session.read_state(call.request.path_params["branch"]))
-    )
-    opened.waits()
+    session = _opened(call).running.session
+    state = await call.while_connected(asyncio.wrap_future(session.read_state(call.request.path_params["branch"])))
     return call.json(state)
 
 
-@routes.delete("/v1/programs/{id}", "user")
+@routes.delete("/v1/programs/{id}", "user", goes_on=True)
 async def stop_program(call: Call) -> Any:
     """Stop a program and free its state."""
     _opened(call).running.cancel()

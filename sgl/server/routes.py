@@ -35,7 +35,11 @@ log = logging.getLogger("sgl.server")
 
 
 class Route(NamedTuple):
-    """One method on one path."""
+    """One method on one path.
+
+    Attributes:
+        goes_on: it belongs to work that is under way, or watches it: taken while the server drains, too.
+    """
 
     method: str
     path: str
@@ -43,6 +47,7 @@ class Route(NamedTuple):
     handler: Handler
     body: Any = None
     shape: Shape = error_body
+    goes_on: bool = False
 
 
 class Routes:
@@ -64,21 +69,21 @@ class Routes:
         self.all: list[Route] = []
         self._shape = shape
 
-    def get(self, path: str, tier: Tier) -> Callable[[Handler], Handler]:
+    def get(self, path: str, tier: Tier, *, goes_on: bool = False) -> Callable[[Handler], Handler]:
         """A handler of GET requests: `async def handler(call)`."""
-        return self._route("GET", path, tier, None)
+        return self._route("GET", path, tier, None, goes_on)
 
-    def post(self, path: str, tier: Tier, body: Any = None) -> Callable[[Handler], Handler]:
+    def post(self, path: str, tier: Tier, body: Any = None, *, goes_on: bool = False) -> Callable[[Handler], Handler]:
         """A handler of POST requests: `async def handler(call, body)`, or `handler(call)` where none is taken."""
-        return self._route("POST", path, tier, body)
+        return self._route("POST", path, tier, body, goes_on)
 
-    def delete(self, path: str, tier: Tier) -> Callable[[Handler], Handler]:
+    def delete(self, path: str, tier: Tier, *, goes_on: bool = False) -> Callable[[Handler], Handler]:
         """A handler of DELETE requests: `async def handler(call)`."""
-        return self._route("DELETE", path, tier, None)
+        return self._route("DELETE", path, tier, None, goes_on)
 
-    def _route(self, method: str, path: str, tier: Tier, body: Any) -> Callable[[Handler], Handler]:
+    def _route(self, method: str, path: str, tier: Tier, body: Any, goes_on: bool) -> Callable[[Handler], Handler]:
         def register(handler: Handler) -> Handler:
-            self.all.append(Route(method, path, tier, handler, body, self._shape))
+            self.all.append(Route(method, path, tier, handler, body, self._shape, goes_on))
             return handler
 
         return register
@@ -93,9 +98,11 @@ def endpoint(server: Server, route: Route) -> Callable[[Request], Awaitable[Resp
         try:
             key = bearer(request)
             check_access(server.config, route.tier, key)
-            if server.draining and route.tier != "open":
+            if server.draining and route.tier != "open" and not route.goes_on:
                 raise Draining("the server is shutting down", hint="send the request to another one")
             call = Call(server, request, request.state.id, key, route.shape)
+            if route.tier != "open":
+                call.admit()
             response = await _handled(server, route, call)
             if isinstance(response, EventStream):
                 await response.first()
@@ -120,6 +127,7 @@ async def _handled(server: Server, route: Route, call: Call) -> Response:
         config = server.config
         bodies.check_media_type(call.request.headers)
         raw = await bodies.read_body(call.request, config.max_body_bytes, config.body_timeout)
+        call.is_large = len(raw) >= bodies.LARGE
         body, call.warnings = await bodies.decode(raw, route.body, config.lenient)
         result = await route.handler(call, body)
     response = result if isinstance(result, Response) else call.json(result)

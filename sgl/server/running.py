@@ -94,6 +94,18 @@ class Running:
         """
         self._session.submit(graph, finish=finish)
 
+    def submit_apart(self, graph: Graph) -> None:
+        """Send a whole program that is large, on a thread; what is wrong with it is a failure of the program."""
+        loop = asyncio.get_running_loop()
+
+        def send() -> None:
+            try:
+                self._session.submit(graph, finish=True)
+            except SglError as error:
+                loop.call_soon_threadsafe(self.fail, error)
+
+        loop.run_in_executor(None, send)
+
     @property
     def session(self) -> Session:
         """The program on the engine."""

@@ -110,10 +110,9 @@ async def score(call: Call, body: ScoreRequest) -> Any:
     items: list[Any] = [body.items] if isinstance(body.items, str) else body.items
     lengths = sum(len(item) for item in items if isinstance(item, str | list))
     _check_size("items", len(items), lengths + len(items) * len(body.query))
-    prompts = [_prompt(body, item, index) for index, item in enumerate(items)]
     labels = _labels(body.label_token_ids, len(items))
     _check_temperature(body.temperature)
-    graphs = [Graph(nodes=(_as_node(prompt), _reader(1, own))) for prompt, own in zip(prompts, labels, strict=True)]
+    graphs = await call.apart(_score_graphs, body, items, labels)
     values = await call.while_connected(_read(call, graphs, body.cache_salt))
     found = [_logprobs(value, own) for value, own in zip(values, labels, strict=True)]
     scores = [
@@ -128,6 +127,12 @@ async def score(call: Call, body: ScoreRequest) -> Any:
     if body.return_token_logprobs:
         answer["token_logprobs"] = found
     return answer
+
+
+def _score_graphs(body: ScoreRequest, items: Sequence[Any], labels: Sequence[tuple[int, ...]]) -> list[Graph]:
+    """A program for each item."""
+    prompts = [_prompt(body, item, index) for index, item in enumerate(items)]
+    return [Graph(nodes=(_as_node(prompt), _reader(1, own))) for prompt, own in zip(prompts, labels, strict=True)]
 
 
 def _prompt(body: ScoreRequest, item: Any, index: int) -> str | list[int]:

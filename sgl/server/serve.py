@@ -1,8 +1,9 @@
 """The server's process: engine, application, signals, drain, exit status.
 
 Owns the order of starting up (engine, a warm-up token, socket, ready line) and of ending. The first SIGTERM, SIGHUP or
-Ctrl-C begins the drain: not ready, new requests are answered 503, running ones go on for at most `drain` seconds. A
-second one ends at once. A worker that dies ends the server with status 1, after its streams were told.
+Ctrl-C begins the drain: not ready, new requests are answered 503, those that were taken and programs that are open go
+on for at most `drain` seconds. A second one ends at once. A worker that dies ends the server with status 1, after its
+streams were told.
 """
 
 from __future__ import annotations

@@ -4,6 +4,11 @@ Owns the answers that are given before there is a request: 431 for a head over `
 is read), 408 for a head that does not come within `header_timeout`, 400 for what is no HTTP, 503 for a connection too
 many. Each closes the connection. Everything behind a complete head is uvicorn's and the application's.
 
+What is written waits in the transport until the client's window takes it. A client has `write_timeout` seconds for the
+next 64 KiB of that, or for all that is left, whatever else becomes of the connection (an answer may be complete, or the
+connection about to close); and all connections together hold `max_unread_bytes`. Beyond either, the connection is
+aborted: its request ends, and nothing of its answer stays.
+
 A head is handed to the parser when it is complete, so that its size is known before anything is kept of it in pieces.
 The parser sees no `Upgrade` header: it would take the body that follows for another protocol's, and clients that offer
 HTTP/2 (Java's does, in every request) would lose theirs. What comes between two pieces of a body (chunk extensions,
@@ -14,6 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import http
+import logging
 import re
 from typing import Any
 
@@ -24,6 +30,11 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from sgl.errors import Overloaded
 from sgl.server.config import ServerConfig
 from sgl.server.failures import encode, error_response
+
+log = logging.getLogger("sgl.server")
+
+WRITE_BYTES = 2**16
+"""What a client takes of an answer in `write_timeout` at least."""
 
 _HEAD_END = re.compile(rb"\r?\n\r?\n")
 _UPGRADE = re.compile(rb"(?i)\nUpgrade[ \t]*:[^\n]*(?=\n)")
@@ -37,14 +48,41 @@ def protocol_for(config: ServerConfig) -> type[HttpToolsProtocol]:
         header_timeout = config.header_timeout
         max_header_bytes = config.max_header_bytes
         max_connections = config.max_connections
+        write_timeout = config.write_timeout
+        unread = _Unread(config.max_unread_bytes)
 
     return Protocol
+
+
+class _Unread:
+    """What the connections of a server hold for clients that do not take it, the oldest first."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._sizes: dict[_Bounded, int] = {}
+        self._total = 0
+
+    def hold(self, connection: _Bounded, size: int) -> None:
+        """A connection has so many bytes; those that have waited longest are aborted while there are too many."""
+        self.release(connection)
+        self._sizes[connection] = size
+        self._total += size
+        while self._total > self._max_bytes:
+            oldest = next(iter(self._sizes))
+            self.release(oldest)
+            oldest.let_go(f"all clients together left more than {self._max_bytes} bytes unread")
+
+    def release(self, connection: _Bounded) -> None:
+        """It has none any more."""
+        self._total -= self._sizes.pop(connection, 0)
 
 
 class _Bounded(HttpToolsProtocol):
     header_timeout = 10.0
     max_header_bytes = 2**15
     max_connections = 4096
+    write_timeout = 60.0
+    unread = _Unread(2**28)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -54,15 +92,18 @@ class _Bounded(HttpToolsProtocol):
         self._in_body = False
         self._barren = 0  # bytes since a head was complete or a body went on
         self._answered: RequestResponseCycle | None = None
+        self._write_timer: asyncio.TimerHandle | None = None
 
     # --- the connection ---
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        transport.set_write_buffer_limits(high=0)  # so that any byte that waits is known of
         self._await_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
+        self._stop_write_timer()
         if self._answered is not None and self._answered is not self.cycle:  # others were sent ahead of its answer
             self._answered.disconnected = not self._answered.response_complete
             self._answered.message_event.set()
@@ -150,6 +191,48 @@ class _Bounded(HttpToolsProtocol):
             )
             cycle.keep_alive = False
         super()._start_asgi_task(cycle, app)
+
+    # --- answers that nobody reads ---
+
+    def pause_writing(self) -> None:
+        """The client's window is full: what was written waits."""
+        super().pause_writing()
+        self._await_reader()
+
+    def resume_writing(self) -> None:
+        """All that was written is on its way."""
+        self._stop_write_timer()
+        super().resume_writing()
+
+    def _await_reader(self) -> None:
+        left = self.transport.get_write_buffer_size()
+        self._write_timer = self.loop.call_later(self.write_timeout, self._is_unread, left)
+        self.unread.hold(self, left)
+
+    def _stop_write_timer(self) -> None:
+        self.unread.release(self)
+        if self._write_timer is not None:
+            self._write_timer.cancel()
+            self._write_timer = None
+
+    def _is_unread(self, before: int) -> None:
+        """What waits has had its time; nothing was written meanwhile but the end of an answer."""
+        if self.transport.get_write_buffer_size() <= before - WRITE_BYTES:
+            self._await_reader()
+        else:
+            self.let_go(f"the client took less than it has to in {self.write_timeout:g} s")
+
+    def let_go(self, why: str) -> None:
+        """Abort the connection: its client does not read."""
+        self._stop_write_timer()
+        state = self._answered.scope.get("state", {}) if self._answered is not None else {}
+        log.warning(
+            "the connection of request %s is closed, with %d bytes of its answer unread: %s",
+            state.get("id", "-"),
+            self.transport.get_write_buffer_size(),
+            why,
+        )
+        self.transport.abort()
 
     # --- heads that do not come, or are none ---
 

@@ -51,6 +51,9 @@ class Sink(asyncio.Transport):
     def write(self, data: bytes | bytearray | memoryview) -> None:
         self.written += bytes(data)
 
+    def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
+        """Nothing waits here."""
+
     def is_closing(self) -> bool:
         return self.closing
 

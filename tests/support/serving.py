@@ -20,15 +20,24 @@ from sgl.server.serve import WebServer
 from sgl.server.transport import uvicorn_config
 
 START_S = 20.0
+THREAD = "serving"
+"""Name of the thread that a server's loop runs on."""
 
 
 class Served:
-    """A running server: its address, and the object behind it."""
+    """A running server: its address, the objects behind it, and the loop that they run on."""
 
-    def __init__(self, server: Server, port: int) -> None:
+    def __init__(self, server: Server, web: WebServer, loop: asyncio.AbstractEventLoop, port: int) -> None:
         self.server = server
+        self.loop = loop
         self.port = port
         self.url = f"http://127.0.0.1:{port}"
+        self._web = web
+
+    @property
+    def num_connections(self) -> int:
+        """Connections that are open, those that are about to close among them."""
+        return len(self._web.server_state.connections)
 
 
 @contextmanager
@@ -46,18 +55,18 @@ def serving(engine: Engine, *, send_buffer: int | None = None, **options: Any) -
     async def run() -> None:
         server = Server(engine, server_config(options))
         web = WebServer(uvicorn_config(create_app(server), server.config))
-        held.update(server=server, web=web)
+        held.update(server=server, web=web, loop=asyncio.get_running_loop())
         task = asyncio.create_task(web.serve(sockets=[listener]))
         while not web.started:
             await asyncio.sleep(0.005)
         ready.set()
         await task
 
-    thread = threading.Thread(target=lambda: asyncio.run(run()), name="serving", daemon=True)
+    thread = threading.Thread(target=lambda: asyncio.run(run()), name=THREAD, daemon=True)
     thread.start()
     assert ready.wait(START_S), "the server does not start"
     try:
-        yield Served(held["server"], port)
+        yield Served(held["server"], held["web"], held["loop"], port)
     finally:
         held["web"].should_exit = True
         held["web"].force_exit = True

@@ -64,7 +64,7 @@ async def completions(call: Call, body: CompletionRequest) -> Any:
     call.name(body.rid)
     if body.suffix:
         raise Unsupported("suffix is not served", hint="leave it out", param="suffix")
-    prompts = prompts_of(body.prompt)
+    prompts = await call.apart(prompts_of, body.prompt)
     sampling = sampling_of(call, body)
     if body.echo and sampling.return_logprob:
         sampling = msgspec.structs.replace(sampling, logprob_start_len=0)

@@ -14,6 +14,7 @@ from typing import Any
 from sgl.errors import SglError, Unsupported
 from sgl.lang.graph import Event
 from sgl.runtime.rendering import ModelRenderer
+from sgl.server.bodies import check_turns
 from sgl.server.call import Call, Server, new_id
 from sgl.server.dialogue import Plan, planned, start, steps
 from sgl.server.failures import openai_errors
@@ -40,6 +41,7 @@ async def create(call: Call, body: ResponseRequest) -> Any:
             call.tenant, body.previous_response_id, "previous_response_id"
         ).items  # fmt: skip
     conversation = [*earlier, *items]
+    check_turns("input", conversation)
     chat = chat_request(call, body, conversation, len(earlier))
     plan = await planned(call, chat.request, name="response", places=chat.places)
     logprobs = _shower(await call.server.renderer()) if plan.sampling.return_logprob else None
