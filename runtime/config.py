@@ -31,6 +31,7 @@ from sgl.runtime.memory_plan import MemoryLimit, MemoryPlan
 from sgl.runtime.numerics import Dtype, Kernels, Quantization
 from sgl.runtime.speculation.options import (
     Algorithm,
+    Breadth,
     DraftSteps,
     DraftTokens,
     MatchType,
@@ -199,6 +200,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     speculative_ngram_capacity: Annotated[
         Count, Meta(description="Tokens of earlier text that are kept, oldest dropped first.")
     ] = 1_000_000
+    speculative_ngram_max_bfs_breadth: Annotated[
+        Breadth,
+        Meta(
+            description="Ways in which earlier text went on that are checked together as a tree, at most; 1: a chain."
+        ),
+    ] = 10
     speculative_ngram_external_corpus_path: Annotated[
         str | None, Meta(description="Text file, or JSON lines of texts, from which tokens are guessed, too.")
     ] = None
@@ -220,7 +227,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     offline: Annotated[bool, Meta(description="Never touch the network; use what is in the cache.")] = False
     enable_deterministic_inference: Annotated[
         bool,
-        Meta(description="Logits equal to the bit alone, batched, cached and chunked; float32 on the CPU, slower."),
+        Meta(
+            description="Logits equal to the bit alone, batched, cached and chunked; slower. In float32 on the CPU, in "
+            "any dtype on a GPU."
+        ),
     ] = False
     message_log: Annotated[
         str | None, Meta(description="File to which the worker appends each message it receives, as a line of JSON.")

@@ -22,7 +22,7 @@ import math
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor, Future
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -37,7 +37,7 @@ from sgl.runtime.config import ResolvedConfig
 from sgl.runtime.failures import internal_error
 from sgl.runtime.faults import FaultPoints
 from sgl.runtime.masks import MaskFiller
-from sgl.runtime.plan import Pending, StepPlan, StepResult
+from sgl.runtime.plan import Move, Pending, StepPlan, StepResult
 from sgl.runtime.processors import BUILT_IN, LogitProcessor
 from sgl.runtime.profiler import StepProfiler, draw_name, step_name
 from sgl.runtime.program_run import ProgramRun
@@ -60,6 +60,9 @@ class Runner(Protocol):
 
     def forward(self, plan: StepPlan, drawn: Any = None) -> Any:
         """Float32 logits `[rows, vocabulary]`; `drawn` are the tokens that chunks may follow (`Pending.token_ids`)."""
+
+    def move(self, moves: Sequence[Move]) -> None:
+        """Move keys and values in the pool, all at once, behind what was computed so far."""
 
 
 class StepSampler(Protocol):
@@ -151,6 +154,7 @@ class EngineCore:
         )
         self._forward = forward if tracer is None else tracer.timed(forward)
         self._sample = sample if tracer is None else tracer.timed(sample)
+        self._runner = runner
         self._overlaps = not config.disable_overlap_schedule
         self._start = begin if tracer is None else tracer.timed(begin)
         self._flight: _Flight | None = None
@@ -239,7 +243,8 @@ class EngineCore:
             begun = self.now()
             logits = self._compute(plan)
             result = self._sample(plan, logits)
-            touched = self.scheduler.process(plan, result, self.now() - begun)
+            self._take_device_time()
+            touched = self._process(plan, result, self.now() - begun)
         except Exception as error:  # noqa: BLE001 - whatever a model or kernel raises must not end the other programs
             self._fail_step(plan, error)
             return True
@@ -252,7 +257,7 @@ class EngineCore:
         while (plan := self.scheduler.carry()).chunks:
             try:
                 result = self._sample(plan, logits[list(plan.carried or ())])
-                touched = self.scheduler.process(plan, result)
+                touched = self._process(plan, result)
             except Exception as error:  # noqa: BLE001 - as in `_step_now`
                 self._fail_step(plan, error)
                 return
@@ -290,11 +295,29 @@ class EngineCore:
     def _land(self, flight: _Flight) -> None:
         """Take the result of a step that was begun before."""
         try:
-            touched = self.scheduler.process(flight.plan, flight.result.wait())
+            result = flight.result.wait()
+            touched = self._process(flight.plan, result, self._take_device_time())
         except Exception as error:  # noqa: BLE001 - as in `_step_now`
             self._fail_step(flight.plan, error)
             return
         self._tell(flight.plan, touched, flight.times)
+
+    def _process(self, plan: StepPlan, result: StepResult, seconds: float = 0.0) -> list[Request]:
+        """What the scheduler makes of a result; keys and values of right guesses are put in their places."""
+        touched = self.scheduler.process(plan, result, seconds)
+        if moves := self.scheduler.paging.take_moves():
+            self._runner.move(moves)
+        return touched
+
+    def _take_device_time(self) -> float:
+        """Seconds from the end of the step before to the end of the one whose result is there, on its device; 0 where
+        nobody measures, or the engine rested in between."""
+        if self._device_clock is None:
+            return 0.0
+        time = self._device_clock.take()
+        self.stats.device_busy_s += time.busy_s
+        self.stats.device_idle_s += time.idle_s
+        return time.busy_s + time.idle_s
 
     def _compute(self, plan: StepPlan, drawn: Any = None) -> Any:
         """The plan's logits."""
@@ -307,10 +330,6 @@ class EngineCore:
         """A step has succeeded: programs go on with what their requests got."""
         self._failed_steps = 0
         self._moved_at = self.now()
-        if self._device_clock is not None:
-            time = self._device_clock.take()
-            self.stats.device_busy_s += time.busy_s
-            self.stats.device_idle_s += time.idle_s
         if self._shared_prefix_tokens is not None:
             self.stats.shared_prefix_tokens = self._shared_prefix_tokens()
         if self.tracer is not None and times is not None:

@@ -1,9 +1,11 @@
-"""For which numbers of rows decoding steps are recorded as CUDA graphs, and what the recordings hold in memory.
+"""For which sizes decoding steps and verifications are recorded as CUDA graphs, and what these hold in memory.
 
-Owns the sizes; `gpu_steps.py` records and replays. Imports no torch: the memory plan asks.
+Owns the sizes; `gpu_steps.py` and `gpu_verification.py` record and replay. Imports no torch: the memory plan asks.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 from sgl.runtime.numerics import Kernels
 
@@ -19,6 +21,42 @@ kernel."""
 INTEGERS_PER_ROW = 8
 """What a graph is sent per row, as int32: token, its source, position, slot, first page, length; a new page and its
 place."""
+
+VERIFIED_TOKENS = (2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+"""Numbers of tokens for which steps of short chunks are recorded where drafts are verified."""
+VERIFIED_ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
+VERIFIED_WIDTHS = (4, 16)
+"""Tokens of a chunk at most: those of a step decide how its attention is cut."""
+MOST_VERIFIED = 48
+"""Recorded verifications at most: others are launched kernel by kernel."""
+INTEGERS_PER_VERIFIED = 15
+"""What a recorded verification is sent per token at most, as int32: nine for the token, six for a row."""
+
+
+class VerifiedSize(NamedTuple):
+    """Of a step in which rows have few tokens each: rows, tokens of a row and of all rows at most."""
+
+    rows: int
+    width: int
+    tokens: int
+
+
+def verified_size(num_rows: int, longest: int, num_tokens: int) -> VerifiedSize | None:
+    """The smallest size that a step fits into; `None` when it is too large to be recorded.
+
+    Example:
+        >>> verified_size(3, 9, 20), verified_size(1, 4, 4), verified_size(2, 40, 41)
+        (VerifiedSize(rows=4, width=16, tokens=24), VerifiedSize(rows=1, width=4, tokens=4), None)
+    """
+    rows = next((each for each in VERIFIED_ROWS if each >= num_rows), 0)
+    width = next((each for each in VERIFIED_WIDTHS if each >= longest), 0)
+    tokens = next((each for each in VERIFIED_TOKENS if each >= num_tokens), 0)
+    return VerifiedSize(rows, width, tokens) if rows and width and tokens else None
+
+
+def verified_bytes(vocab_size: int) -> int:
+    """What recorded verifications hold: logits in float32, which all of them share, and integers, each its own."""
+    return 4 * VERIFIED_TOKENS[-1] * (vocab_size + MOST_VERIFIED * INTEGERS_PER_VERIFIED)
 
 
 def max_graph_rows(

@@ -5,7 +5,8 @@ by `gpu_steps.py`, which sends the entries that are missing together with the st
 256 rows and 1,024 pages each sends 256 entries, not a quarter of a million.
 
 A table that grew is told from one that changed by its array (`page_table.py`: tables grow behind a view, and everything
-else begins a new array); the array is held here, so that no other can be taken for it. Parts are given one after
+else begins a new array); the array is held here, so that no other can be taken for it, and of a changed table only what
+lies behind the first difference is sent. Parts are given one after
 another, with room to grow; when the end is reached, all are given anew, to the tables of the step at hand. What is
 written to a part follows, on the device, whatever still reads what was there before.
 
@@ -46,11 +47,19 @@ class _Part:
 
     __slots__ = ("array", "first", "length", "room")
 
-    def __init__(self, array: object, first: int, room: int) -> None:
+    def __init__(self, array: Ids, first: int, room: int) -> None:
         self.array = array
         self.first = first
         self.length = 0
         self.room = room
+
+    def take(self, array: Ids, table: Ids) -> None:
+        """The sequence has another table now: what it has in common with the one before is there, as when the pages of
+        wrong guesses were cut off."""
+        both = min(self.length, len(table))
+        differing = np.flatnonzero(self.array[:both] != table[:both])
+        self.array = array
+        self.length = int(differing[0]) if len(differing) else both
 
 
 class DevicePages:
@@ -96,7 +105,9 @@ class DevicePages:
             table = chunk.page_table
             array = table if table.base is None else table.base
             part = parts.get(chunk.sequence)
-            if part is None or part.array is not array or count > part.room:
+            if part is not None and part.array is not array and count <= part.room:
+                part.take(array, table[:count])
+            elif part is None or count > part.room:
                 room = count + max(_ROOM, count // 4)
                 if self._end + room > self._size:
                     return None

@@ -5,13 +5,15 @@ of a few microseconds; launched one by one the host would be the slower of the t
 number of rows, at start or at its first use (`decode_graphs.py`); rows that fill a step up read nothing and write to a
 slot behind the pool. Tokens that the step before draws are read from where it puts them, when the step runs. Page
 tables stay on the device, where graphs are recorded at all; a step sends what is new in them (`device_pages.py`). What
-rows read together (`shared_prefixes.py`) makes another graph of the same number of rows.
+rows read together (`shared_prefixes.py`) makes another graph of the same number of rows. Steps that verify drafts have
+graphs of their own (`gpu_verification.py`), each recorded when its size has come up several times.
 
 Shapes: T tokens of the step, B rows of a decode step, U new entries of page tables, R rows of logits.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -20,11 +22,22 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from sgl.kernels.attention import ancestors_of
 from sgl.kernels.prefix_groups import Cascade
-from sgl.kernels.triton.attention import DeviceCascade, HostPlan, PagedPlan, num_splits
+from sgl.kernels.triton.attention import DeviceCascade, HostPlan, PagedPlan, num_splits, plant_trees
 from sgl.kernels.triton.sampling import enter, follow
-from sgl.runtime.decode_graphs import INTEGERS_PER_ROW, graph_rows, table_entries
+from sgl.runtime.decode_graphs import (
+    INTEGERS_PER_ROW,
+    MOST_VERIFIED,
+    VERIFIED_TOKENS,
+    VERIFIED_WIDTHS,
+    VerifiedSize,
+    graph_rows,
+    table_entries,
+    verified_size,
+)
 from sgl.runtime.device_pages import DevicePages, Placed
+from sgl.runtime.gpu_verification import VerifyGraph, blocks_of
 from sgl.runtime.plan import UNKNOWN, StepPlan
 from sgl.runtime.shared_prefixes import SharedReading
 
@@ -35,6 +48,9 @@ if TYPE_CHECKING:
 
 Ids = npt.NDArray[np.int32]
 _NOTHING = np.empty(0, dtype=np.int32)
+_NO_TREES = np.empty((0, 2), dtype=np.int32)
+_EAGER_VERIFICATIONS = 3
+"""Of a size, before it is recorded."""
 
 
 class Staging:
@@ -78,6 +94,7 @@ class GpuSteps:
         spare_slot: of the pool, for rows that fill a step up.
         clock: times the forwards.
         num_heads: query heads of the model; rows read what they have in common together. `None`: each for itself.
+        vocab_size: of the model, where steps that verify drafts are recorded; else 0.
     """
 
     def __init__(
@@ -91,6 +108,7 @@ class GpuSteps:
         device: torch.device,
         clock: DeviceClock,
         num_heads: int | None = None,
+        vocab_size: int = 0,
     ) -> None:
         self._model = model
         self._cache = cache
@@ -114,6 +132,10 @@ class GpuSteps:
         # Where the graphs look for tokens that they follow.
         self._drawn = torch.zeros(max_drawn, dtype=torch.int64, device=device)
         self._graphs: dict[tuple[int, bool], _DecodeGraph] = {}
+        self._verify_graphs: dict[VerifiedSize, VerifyGraph] = {}
+        self._verified: Counter[VerifiedSize] = Counter()
+        most_verified = VERIFIED_TOKENS[-1] if max_rows and vocab_size else 0
+        self._verify_logits = torch.empty(most_verified, vocab_size, dtype=torch.float32, device=device)
         self._pool: Any = None
         size = table_entries(max_rows)
         self._placing = DevicePages(size)
@@ -141,9 +163,10 @@ class GpuSteps:
         page_size = self._cache.page_size
         ends = [chunk.start + len(chunk.token_ids) for chunk in chunks]
         placed = self._placing.place(chunks, [-(-end // page_size) for end in ends])
+        starts, lengths = [chunk.start for chunk in chunks], [len(chunk.token_ids) for chunk in chunks]
         host = HostPlan(
-            [chunk.start for chunk in chunks],
-            [len(chunk.token_ids) for chunk in chunks],
+            starts,
+            lengths,
             [chunk.page_table for chunk in chunks],
             page_size,
             first_pages=None if placed is None else placed.first,
@@ -152,16 +175,35 @@ class GpuSteps:
         sources = np.full(len(token_ids), -1, dtype=np.int32)
         if drawn is not None:
             sources[token_ids == UNKNOWN] = [chunk.follows for chunk in chunks if chunk.follows is not None]
+        follows_known = drawn is None or len(drawn) <= len(self._drawn)
+        verify = None
+        if placed is not None and follows_known and max(lengths) > 1:
+            verify = self._verify_graph(verified_size(len(chunks), max(lengths), len(token_ids)))
+            if verify is not None:
+                host.blocks = blocks_of(host, starts, lengths, placed.first)
+        trees = _NO_TREES
+        if any(chunk.parents for chunk in chunks):
+            ancestors = [ancestors_of(chunk.parents) if chunk.parents else None for chunk in chunks]
+            trees = plant_trees(host, starts, lengths, ancestors)
+        if verify is not None and placed is not None:
+            if drawn is not None:
+                self._drawn[: len(drawn)] = drawn
+            wanted = _logit_rows(plan)
+            verify.fill(token_ids, sources, wanted, host, trees, placed)
+            self._clock.begin()
+            logits = verify.replay(len(token_ids), len(wanted))
+            self._clock.mark()
+            return logits
         cascade = None
         if self.sharing is not None:
             cascade = self.sharing.of([chunk.page_table for chunk in chunks if len(chunk.token_ids) == 1])
         graph = None
-        if placed is not None and (drawn is None or len(drawn) <= len(self._drawn)):
+        if placed is not None and follows_known:
             graph = self._graph(plan, host, cascade)
         if cascade is not None and (graph is None or graph.reads_together):
             self.saved_tokens += cascade.num_saved
         if graph is None or placed is None:
-            return self._eager(plan, token_ids, sources, host, placed, cascade, drawn)
+            return self._eager(plan, token_ids, sources, host, trees, placed, cascade, drawn)
         if drawn is not None:
             self._drawn[: len(drawn)] = drawn
         graph.fill(token_ids, sources, host, placed, cascade)
@@ -176,20 +218,16 @@ class GpuSteps:
         token_ids: Ids,
         sources: Ids,
         host: HostPlan,
+        trees: Ids,
         placed: Placed | None,
         cascade: Cascade | None,
         drawn: torch.Tensor | None,
     ) -> torch.Tensor:
-        logit_rows: list[int] = []
-        begin = 0
-        for chunk in plan.chunks:
-            logit_rows.extend(begin + offset for offset in chunk.logit_offsets)
-            begin += len(chunk.token_ids)
         targets, values = (placed.targets, placed.values) if placed is not None else (_NOTHING, _NOTHING)
         names = list(vars(host))
-        arrays = [token_ids, sources, np.array(logit_rows, dtype=np.int32), targets, values, *vars(host).values()]
+        arrays = [token_ids, sources, _logit_rows(plan), targets, values, trees, *vars(host).values()]
         together = [] if cascade is None else cascade.arrays
-        ids, from_drawn, rows, targets_U, values_U, *attention = self._staging.put([*arrays, *together])
+        ids, from_drawn, rows, targets_U, values_U, trees_M2, *attention = self._staging.put([*arrays, *together])
         self._clock.begin()
         if drawn is not None:
             follow(ids, from_drawn, drawn)
@@ -208,7 +246,8 @@ class GpuSteps:
             num_splits=num_splits(len(host.single_rows), self._num_kv_heads),
             page_size=self._cache.page_size,
             cascade=None if cascade is None else DeviceCascade.there(attention[len(names) :], cascade.num_parts),
-            most_queries=host.most_queries,
+            trees=trees_M2 if len(trees) else None,
+            most_queries=next((width for width in VERIFIED_WIDTHS if width >= host.most_queries), host.most_queries),
         )
         logits = self._model(_batch(ids, rows, paged), self._cache)
         self._clock.mark()
@@ -228,9 +267,39 @@ class GpuSteps:
             together = self.sharing is not None and self.sharing.lasts
         return self._captured(rows, together=together)
 
+    def _verify_graph(self, size: VerifiedSize | None) -> VerifyGraph | None:
+        """The graph for a step of short chunks, if there is one by now."""
+        if size is None or not len(self._verify_logits):
+            return None
+        self._verified[size] += 1
+        is_recorded = size in self._verify_graphs
+        if not is_recorded and (
+            self._verified[size] <= _EAGER_VERIFICATIONS or len(self._verify_graphs) >= MOST_VERIFIED
+        ):
+            return None
+        return self._verify_captured(size)
+
+    def _verify_captured(self, size: VerifiedSize) -> VerifyGraph:
+        if size not in self._verify_graphs:
+            graph = VerifyGraph(
+                self._model,
+                self._cache,
+                size,
+                self._spare_slot,
+                self._staging,
+                self._drawn,
+                self._tables,
+                self._verify_logits,
+            )
+            self._pool = graph.capture(self._pool)
+            self._verify_graphs[size] = graph
+        return self._verify_graphs[size]
+
     def capture(self, rows: Sequence[int]) -> None:
         """Have the graphs for these numbers of rows before they are needed. The largest comes first: the others find
         their memory in its."""
+        for width in VERIFIED_WIDTHS if len(self._verify_logits) else ():
+            self._verify_captured(VerifiedSize(1, width, width))  # compiles the kernels that others need, too
         for each in sorted(rows, reverse=True):
             self._captured(each)
         if self.sharing is not None and max(rows, default=1) > 1:
@@ -240,6 +309,7 @@ class GpuSteps:
         """Drop all graphs, once the device is done with them."""
         torch.cuda.synchronize(self._device)
         self._graphs.clear()
+        self._verify_graphs.clear()
         self._pool = None
 
     def _captured(self, rows: int, *, together: bool = False) -> _DecodeGraph:
@@ -389,6 +459,16 @@ class _GraphCascade:
             padded = [np.pad(array, (0, size - len(array))) for array, size in zip(flat, self._sizes, strict=True)]
             self._staging.put(padded, self._integers)
             self._sent = cascade
+
+
+def _logit_rows(plan: StepPlan) -> Ids:
+    """Tokens of the step whose logits are wanted."""
+    rows: list[int] = []
+    begin = 0
+    for chunk in plan.chunks:
+        rows.extend(begin + offset for offset in chunk.logit_offsets)
+        begin += len(chunk.token_ids)
+    return np.array(rows, dtype=np.int32)
 
 
 def _batch(ids: torch.Tensor, rows: torch.Tensor, plan: PagedPlan) -> ForwardBatch:

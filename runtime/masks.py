@@ -10,7 +10,8 @@ can compute together are one task, in threads of the engine's own (`sgl.grammars
 raises fails its row alone.
 
 A chunk with drafts draws under one matcher at several places: the matcher goes along the drafts, filling a row at each
-place, and back again. That is one task, since nobody else may touch the matcher meanwhile.
+place, and back again, also between the branches of a tree. That is one task, since nobody else may touch the matcher
+meanwhile.
 """
 
 from __future__ import annotations
@@ -38,10 +39,12 @@ class Masks(NamedTuple):
 
 
 class MaskRun(NamedTuple):
-    """The masks of one chunk: of what may come at `matcher`'s place, and after each of `drafts`."""
+    """The masks of one chunk: of what may come at `matcher`'s place, and after each of `drafts`, which may be a tree
+    (see `Chunk.parents`)."""
 
     matcher: MaskSource
     drafts: tuple[int, ...] = ()
+    parents: tuple[int, ...] = ()
 
 
 class MaskJob:
@@ -106,16 +109,24 @@ class MaskJob:
     def _fill_run(self, run: MaskRun, first: int) -> None:
         """Rows from `first` on; those behind a draft that the constraint refuses allow nothing."""
         row, taken = first, 0
+        depths: list[int | None] = []  # of the drafts, as far as the constraint takes them
         try:
             run.matcher.fill(self._words, first)
             if not run.drafts or not isinstance(run.matcher, Matcher):
                 return
-            for draft in run.drafts:
-                if not run.matcher.accept(draft):
-                    break
-                taken += 1
-                row = first + taken
-                run.matcher.fill(self._words, row)
+            for place, draft in enumerate(run.drafts):
+                parent = run.parents[place] if run.parents else place - 1
+                depth = depths[parent] if parent >= 0 else 0
+                depths.append(None)
+                if depth is None:
+                    continue
+                if depth < taken:
+                    run.matcher.rollback(taken - depth)
+                    taken = depth
+                if run.matcher.accept(draft):
+                    depths[place] = taken = depth + 1
+                    row = first + 1 + place
+                    run.matcher.fill(self._words, row)
         except Exception as error:  # noqa: BLE001 - a constraint that breaks ends the row that has it
             failure = internal_error("a constraint's mask could not be computed", error)
             self._failures[row] = (failure.code, failure.message)
@@ -141,7 +152,7 @@ class MaskFiller:
     def start(self, chunks: Sequence[Chunk]) -> MaskJob | None:
         """Begin to fill the masks of the chunks that draw under a constraint; `None` when there are none."""
         runs = [
-            MaskRun(chunk.sample.matcher, tuple(chunk.drafts[: len(chunk.checks)]))
+            MaskRun(chunk.sample.matcher, tuple(chunk.drafts[: len(chunk.checks)]), chunk.parents)
             for chunk in chunks
             if chunk.sample is not None and chunk.sample.matcher is not None
         ]

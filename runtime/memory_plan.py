@@ -24,7 +24,7 @@ from sgl.kernels.workspace import (
     prefill_attention_bytes,
 )
 from sgl.limits import DEFAULT_LIMITS
-from sgl.runtime.decode_graphs import early_rows, graph_bytes, graph_rows
+from sgl.runtime.decode_graphs import VERIFIED_TOKENS, early_rows, graph_bytes, graph_rows, verified_bytes
 from sgl.runtime.numerics import Kernels, Quantization
 from sgl.runtime.speculation.options import draft_slots
 
@@ -330,7 +330,11 @@ def _graphs(sizes: Sizes, facts: Facts) -> tuple[MemoryItem, ...]:
         f"logits and integers of steps of up to {rows[-1]} rows: {len(early)} are recorded at start "
         f"({', '.join(map(str, early))}), {len(rows) - len(early)} at their first use"
     )
-    return (MemoryItem("CUDA graphs", graph_bytes(most, facts.vocab_size), "serving", why),)
+    total = graph_bytes(most, facts.vocab_size)
+    if sizes.max_drafts:
+        total += verified_bytes(facts.vocab_size)
+        why += f"; verifications of up to {VERIFIED_TOKENS[-1]} tokens when they have come up several times"
+    return (MemoryItem("CUDA graphs", total, "serving", why),)
 
 
 # --- when it does not fit ---------------------------------------------------------------------------------------------

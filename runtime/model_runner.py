@@ -9,22 +9,25 @@ Shapes: T tokens of the step, R rows of logits, V vocabulary, S slots of the poo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from sgl.errors import ConfigError
 from sgl.kernels import registry
-from sgl.kernels.attention import AttentionPlan, plan_attention
+from sgl.kernels.attention import Ancestors, AttentionPlan, ancestors_of, chunk_positions, plan_attention
 from sgl.kernels.deterministic import ROWS
 from sgl.kernels.native import library
 from sgl.runtime.config import GiB, ResolvedConfig
 from sgl.runtime.models.layers import op_facts, prepack
 from sgl.runtime.models.registry import CausalLM, ModelConfig
-from sgl.runtime.plan import PageCopy, StepPlan
+from sgl.runtime.plan import Chunk, Move, PageCopy, StepPlan
 
 if TYPE_CHECKING:
     from sgl.runtime.device_clock import DeviceClock
@@ -65,7 +68,15 @@ class ForwardBatch:
         for chunk in plan.chunks:
             logit_rows.extend(len(token_ids) + offset for offset in chunk.logit_offsets)
             token_ids.extend(chunk.token_ids)
-            positions.extend(range(chunk.start, chunk.end))
+            positions.extend(_positions(chunk))
+        has_trees = any(chunk.parents for chunk in plan.chunks)
+        # Where a page is a token, a branch is a chunk of its own: in one context, which gives the bits of a chain.
+        parts = [_Part(chunk.start, len(chunk.token_ids), chunk.page_table) for chunk in plan.chunks]
+        trees: list[Ancestors | None] | None = None
+        if has_trees and page_size == 1:
+            parts = [part for chunk in plan.chunks for part in _branches(chunk)]
+        elif has_trees:
+            trees = [ancestors_of(chunk.parents) if chunk.parents else None for chunk in plan.chunks]
         for filled in (token_ids, positions, *([logit_rows] if logit_rows else [])):
             filled.extend([0] * (-len(filled) % multiple))
         return cls(
@@ -73,13 +84,46 @@ class ForwardBatch:
             positions=torch.tensor(positions, dtype=torch.int64, device=device),
             logit_rows=torch.tensor(logit_rows, dtype=torch.int64, device=device),
             attention=plan_attention(
-                [chunk.start for chunk in plan.chunks],
-                [len(chunk.token_ids) for chunk in plan.chunks],
-                [chunk.page_table for chunk in plan.chunks],
+                [part.start for part in parts],
+                [part.length for part in parts],
+                [part.page_table for part in parts],
                 page_size,
                 device,
+                **({} if trees is None else {"ancestors": trees}),
             ),
         )
+
+
+class _Part(NamedTuple):
+    """Consecutive tokens of a step that stand one after another in their text."""
+
+    start: int
+    length: int
+    page_table: npt.NDArray[np.int32]
+
+
+def _branches(chunk: Chunk) -> Iterator[_Part]:
+    """A chunk whose pages are of one token each, as chains: what is known with the first branch, then the others, each
+    on the pages of its own path."""
+    if not chunk.parents:
+        yield _Part(chunk.start, len(chunk.token_ids), chunk.page_table)
+        return
+    known, table = chunk.known_end, chunk.page_table
+    begins = [i for i in range(1, chunk.num_drafts) if chunk.parents[i] != i - 1]
+    for first, end in itertools.pairwise((0, *begins, chunk.num_drafts)):
+        path = chunk.path(end - 1)
+        before = len(path) - (end - first)
+        own = np.concatenate([table[:known], table[known:][path]])
+        start = known + before if first else chunk.start
+        yield _Part(start, known + len(path) - start, own)
+
+
+def _positions(chunk: Chunk) -> Iterable[int]:
+    """Position of each token in its text: in a tree one behind its parent's."""
+    if not chunk.parents:
+        return range(chunk.start, chunk.end)
+    positions: list[int] = chunk_positions(chunk.start, len(chunk.token_ids), ancestors_of(chunk.parents)).tolist()
+    return positions
 
 
 class KVCache:
@@ -116,6 +160,10 @@ class KVCache:
         page_size = self.page_size
         sources = [copy.source * page_size + i for copy in copies for i in range(copy.num_tokens)]
         targets = [copy.target * page_size + i for copy in copies for i in range(copy.num_tokens)]
+        self.move(sources, targets)
+
+    def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copy slots, in every layer; all sources are read before any target is written."""
         source_slots = torch.tensor(sources, dtype=torch.int64, device=self._keys.device)
         target_slots = torch.tensor(targets, dtype=torch.int64, device=self._keys.device)
         for pool in (self._keys, self._values):
@@ -180,7 +228,10 @@ class ModelRunner:
                 spare_slot=resolved.num_pages * resolved.page_size,
                 device=self.device,
                 clock=device_clock or DeviceClock(),
-                num_heads=None if resolved.disable_cascade_attention else model_config.num_attention_heads,
+                vocab_size=model_config.vocab_size if _records_verifications(resolved) else 0,
+                num_heads=None
+                if resolved.disable_cascade_attention or resolved.deterministic
+                else model_config.num_attention_heads,
             )
 
     @property
@@ -193,6 +244,11 @@ class ModelRunner:
         """Record the decoding steps of so many rows before they are needed, where steps are recorded at all."""
         if self._gpu_steps is not None:
             self._gpu_steps.capture(rows)
+
+    @torch.inference_mode()
+    def move(self, moves: Sequence[Move]) -> None:
+        """Move keys and values in the pool, all at once."""
+        self.cache.move([move.source for move in moves], [move.target for move in moves])
 
     def forget_recorded(self) -> None:
         """Drop the recorded steps, which are recorded again when they are needed: after a change of how kernels run."""
@@ -219,6 +275,11 @@ class ModelRunner:
             _follow(plan, drawn, batch.token_ids)
         num_rows = sum(len(chunk.logit_offsets) for chunk in plan.chunks)
         return self.model(batch, self.cache)[:num_rows]
+
+
+def _records_verifications(resolved: ResolvedConfig) -> bool:
+    """Whether drafts are verified, and a step of short chunks may be cut as it likes: not in deterministic mode."""
+    return resolved.speculation is not None and not resolved.deterministic
 
 
 def _follow(plan: StepPlan, drawn: torch.Tensor, token_ids: torch.Tensor) -> None:

@@ -25,7 +25,7 @@ from sgl.runtime.cache_key import CacheKey
 from sgl.runtime.config import ResolvedConfig
 from sgl.runtime.eviction import make_policy
 from sgl.runtime.page_table import PageTable
-from sgl.runtime.plan import PageCopy
+from sgl.runtime.plan import Move, PageCopy
 from sgl.runtime.pool import PagePool
 from sgl.runtime.radix import RadixNode, RadixTree
 from sgl.runtime.sequence import Sequence
@@ -82,6 +82,7 @@ class Paging:
         self._looked_at = self._ranked_at = -1
         self._num_looked_at = 0
         self._copies: list[PageCopy] = []
+        self._moves: list[Move] = []
         self._known_slots: dict[int, int] = {}  # page that the plan writes -> leading slots that were written before
 
     # --- sequences ---
@@ -215,6 +216,27 @@ class Paging:
         else:
             self.pool.free(sequence.pages.cut(-(-end // self.page_size)).tolist())
 
+    def gather(self, sequence: Sequence, start: int, path: list[int]) -> None:
+        """Of the guesses that a step computed from position `start` on, those at `path` turned out to be the text: they
+        come to lie one after another. Pages of one token change places; of larger ones, slots move (`take_moves`)."""
+        if path == list(range(len(path))):
+            return
+        if self.page_size == 1:
+            guessed = sequence.pages.view[start:]
+            others = sorted(set(range(len(guessed))).difference(path))
+            sequence.pages.replace(start, guessed[[*path, *others]])
+            return
+        slots = [self._slot(sequence, start + place) for place in range(path[-1] + 1)]
+        self._moves += [Move(slots[source], slots[target]) for target, source in enumerate(path) if target != source]
+
+    def _slot(self, sequence: Sequence, position: int) -> int:
+        return sequence.pages[position // self.page_size] * self.page_size + position % self.page_size
+
+    def take_moves(self) -> tuple[Move, ...]:
+        """What has to be moved in the pool now, before anything else is computed: as if all at once."""
+        moves, self._moves = tuple(self._moves), []
+        return moves
+
     def spare(self, num_pages: int) -> int:
         """How many of `num_pages` pages there are for guesses: free ones, or cached ones, which give way."""
         missing = num_pages - self.pool.num_free
@@ -335,6 +357,7 @@ class Paging:
         for sequence in self._live.values():
             self.let_go(sequence, keep=False)
         self._copies.clear()
+        self._moves.clear()
         return self.flush()
 
     def rebuild(self, dead: Set[int]) -> None:

@@ -15,7 +15,7 @@ guesses agree with it says how many of the draws count.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import msgspec
 import numpy as np
@@ -79,6 +79,8 @@ class Chunk(msgspec.Struct, frozen=True, kw_only=True):
         checks: what to draw after each of the first drafts. Drafts behind those are guesses of what stands after the
             end of the generation.
         num_ahead: logits are wanted after the last so many drafts, too, for whoever goes on there.
+        parents: of drafts that are a tree, which of them each one continues (-1: the known tokens), parents first. They
+            lie one after another all the same, as if at positions one after another. Empty for a chain.
     """
 
     sequence: int
@@ -91,6 +93,7 @@ class Chunk(msgspec.Struct, frozen=True, kw_only=True):
     num_drafts: int = 0
     checks: tuple[SampleSpec, ...] = ()
     num_ahead: int = 0
+    parents: tuple[int, ...] = ()
 
     @property
     def end(self) -> int:
@@ -106,6 +109,28 @@ class Chunk(msgspec.Struct, frozen=True, kw_only=True):
     def drafts(self) -> list[int]:
         """The guesses."""
         return self.token_ids[len(self.token_ids) - self.num_drafts :]
+
+    def path(self, draft: int) -> list[int]:
+        """The drafts from the known tokens to one of them, which is the last.
+
+        Example:
+            >>> tree = Chunk(
+            ...     sequence=1,
+            ...     token_ids=[4, 7, 8, 9],
+            ...     start=2,
+            ...     page_table=np.zeros(6, np.int32),
+            ...     num_drafts=3,
+            ...     parents=(-1, 0, 0),
+            ... )
+            >>> tree.path(2), tree.drafts
+            ([0, 2], [7, 8, 9])
+        """
+        if not self.parents:
+            return list(range(draft + 1))
+        path = [draft]
+        while (parent := self.parents[path[-1]]) >= 0:
+            path.append(parent)
+        return path[::-1]
 
     @property
     def draws(self) -> list[tuple[int, SampleSpec]]:
@@ -133,6 +158,13 @@ class PageCopy(msgspec.Struct, frozen=True, kw_only=True):
     source: int
     target: int
     num_tokens: int
+
+
+class Move(NamedTuple):
+    """The keys and values in one slot of the pool belong in another."""
+
+    source: int
+    target: int
 
 
 class StepPlan(msgspec.Struct, frozen=True, kw_only=True):

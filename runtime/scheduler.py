@@ -47,7 +47,7 @@ from sgl.runtime.radix import RadixNode
 from sgl.runtime.sequence import Owner, Request, Sequence
 from sgl.runtime.speculation.carry import Tail, Tails, goes_on
 from sgl.runtime.speculation.drafter import Drafter
-from sgl.runtime.speculation.verify import num_accepted, take
+from sgl.runtime.speculation.verify import right_path, take
 from sgl.runtime.stats import Stats
 from sgl.runtime.waiting import WaitingQueue
 
@@ -388,9 +388,11 @@ class Scheduler:
     def _land_drafts(self, request: Request, chunk: Chunk, rows: abc.Sequence[int], *, is_carried: bool) -> None:
         """Keep what was computed for the drafts that were right, and what a generation that ended has left over."""
         sequence, generation = request.sequence, request.generation
-        num_right = num_accepted(chunk, sequence.token_ids)
+        path = right_path(chunk, sequence.token_ids)
+        num_right = len(path)
         end = chunk.known_end + num_right
-        left_over = chunk.drafts[num_right:]
+        self.paging.gather(sequence, chunk.known_end, path)
+        left_over = chunk.drafts[num_right:] if not chunk.parents else []
         goes_on = generation is not None and generation.finished and request.failed is None
         if not goes_on or request.following is None or self.page_size > 1:
             left_over = []
@@ -403,7 +405,7 @@ class Scheduler:
         request.account_computed(chunk.known_end, end)
         request.accepted_tokens += num_right
         if self.drafter is not None:
-            self.drafter.verified(request, num_right)
+            self.drafter.verified(request, path)
         if left_over:
             self._tails.leave(Tail(chunk, rows, end))
 
@@ -596,6 +598,7 @@ class Scheduler:
                 num_drafts=num_drafts,
                 checks=draft.checks,
                 num_ahead=draft.num_ahead,
+                parents=draft.parents,
             )
             left -= num_drafts
 

@@ -28,7 +28,7 @@ from sgl.lang.graph import DeltaEvent, DoneEvent, Event, FailedEvent, Graph, Han
 from sgl.runtime.config import ResolvedConfig
 from sgl.runtime.core import EngineCore
 from sgl.runtime.messages import Hello, Submit, ToWorker
-from sgl.runtime.plan import Done, Pending, RowResult, SampleSpec, StepPlan, StepResult
+from sgl.runtime.plan import Done, Move, Pending, RowResult, SampleSpec, StepPlan, StepResult
 from sgl.runtime.stats import Stats
 from sgl.runtime.text.tokenizer import Tokenizer
 
@@ -96,6 +96,9 @@ class SimulatedModel:
         seconds = self._latency.seconds(plan)
         self.now += seconds
         self.busy_s += seconds
+
+    def move(self, moves: Sequence[Move]) -> None:
+        """Nothing: there are no keys and values."""
 
     def sample(self, plan: StepPlan, logits: None) -> StepResult:
         """A letter for each row that draws, and a made-up log-probability for each token to score."""

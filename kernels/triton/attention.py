@@ -144,6 +144,8 @@ class PagedPlan:
     """Of which `blocks` were made."""
     most_queries: int = PREFILL.queries
     """Queries of a block at most, where that is known to be less."""
+    fills_up: bool = False
+    """Whether there are tokens that belong to no chunk; their results are zero."""
 
 
 @dataclass(frozen=True)
@@ -304,6 +306,7 @@ def plan_attention(
         cascade=cascade,
         prefill=prefill,
         most_queries=host.most_queries,
+        fills_up=False,
     )
 
 
@@ -326,7 +329,7 @@ def paged_attention(
         apart: what groups read is joined by a kernel behind both, so that rows' own keys are read beside the groups';
             otherwise by the kernel of the rows, which waits for the groups.
     """
-    out_THD = torch.empty_like(query_THD)
+    out_THD = torch.zeros_like(query_THD) if plan.fills_up else torch.empty_like(query_THD)
     common = _Common(query_THD, keys_SKD, values_SKD, out_THD, plan, scale * _LOG2_E)
     if len(plan.single_rows):
         group = query_THD.shape[1] // keys_SKD.shape[1]

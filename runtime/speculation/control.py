@@ -127,7 +127,7 @@ def _prior(source: str, strength: int) -> float:
     return 1 - 0.6 / (1 + 0.6 * strength)
 
 
-_PRIORS = {"forced": 0.98, "model": 0.7}
+_PRIORS = {"forced": 0.98, "model": 0.7, "branch": 0.12}
 
 
 class AdaptiveSlot(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

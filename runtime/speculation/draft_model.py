@@ -25,6 +25,7 @@ from sgl.runtime.speculation.ngram import common_length
 from sgl.runtime.speculation.proposer import NOTHING, Proposal
 
 if TYPE_CHECKING:
+    from sgl.runtime.device_clock import DeviceClock
     from sgl.runtime.text.tokenizer import Tokenizer
 
 _NEW = 0.2
@@ -59,6 +60,7 @@ class DraftModel:
         context_len: of the draft model; longer sequences get no drafts.
         chunk: tokens of a forward at most.
         clock: seconds.
+        device_clock: times the forwards on a GPU; nobody else reads it.
     """
 
     def __init__(
@@ -70,6 +72,7 @@ class DraftModel:
         context_len: int,
         chunk: int,
         clock: Callable[[], float] = time.monotonic,
+        device_clock: DeviceClock | None = None,
     ) -> None:
         self._runner = runner
         self._sampler = sampler
@@ -77,6 +80,7 @@ class DraftModel:
         self._context_len = context_len
         self._chunk = chunk
         self._clock = clock
+        self._device_clock = device_clock
         self._rows: OrderedDict[int, _Row] = OrderedDict()  # by sequence; the one asked for last at the end
         self._drafts: dict[int, list[int]] = {}
         self.seconds = 0.0
@@ -96,6 +100,10 @@ class DraftModel:
         """See `Proposer.propose`: what was prepared."""
         prepared = self._drafts.get(request.sequence.id)
         return NOTHING if drafts or not prepared else Proposal(prepared[:room], "model")
+
+    def branches(self, request: Request, room: int) -> Sequence[Proposal]:
+        """See `Proposer.branches`: it decodes one text."""
+        return ()
 
     def ended(self, request: Request) -> None:
         """See `Proposer.ended`."""
@@ -148,6 +156,8 @@ class DraftModel:
         """The tokens that the chunks draw; of a row that is unusable, 0, which is as good a guess as any."""
         plan = StepPlan(chunks=tuple(chunks))
         rows = self._sampler.sample(plan, self._runner.forward(plan)).rows
+        if self._device_clock is not None:
+            self._device_clock.take()  # its events are used again
         return [row.token_id or 0 for row in rows]
 
 

@@ -1,7 +1,8 @@
 """The drafts of a step: what proposers guess, as far as the constraint allows it and it is likely enough to pay.
 
-Owns the composition of chains and what is remembered of them until they are verified. Called by the scheduler: `draft`
-for each row that decodes, `verified` with what came of it. Never changes a request, and leaves its matcher as it was.
+Owns the composition of chains, to which `tree.py` adds branches, and what is remembered of them until they are
+verified. Called by the scheduler: `draft` for each row that decodes, `verified` with what came of it. Never changes a
+request, and leaves its matcher as it was.
 
 A chain grows token by token while the chance that all of it is right is above `_bar`, what a row costs in units of an
 output token. Behind a token that the constraint answers with forced ones these follow at once, since they would be
@@ -20,8 +21,8 @@ from sgl.runtime.speculation.control import AdaptiveParams, AdaptiveSteps, StepC
 from sgl.runtime.speculation.draft_model import DraftModel
 from sgl.runtime.speculation.proposer import NOTHING, Proposal, Proposer
 from sgl.runtime.speculation.text import Endings, Literals, node_of
+from sgl.runtime.speculation.tree import BRANCH, Layout, Sent, Tree, bounded
 
-_MOST_LIKELY, _LEAST_LIKELY = 0.995, 0.01
 _OWN = 0.15
 """Weight of a request's newest draft in what it makes of everyone's trust."""
 _FADES = 0.98
@@ -35,33 +36,31 @@ _ROUNDS = 3
 """How often proposers are asked for one chain."""
 
 
+_BRANCHES_BELOW = 0.4
+"""The bar below which a second way to go on may pay: it is seldom likelier."""
+
+
 class Draft(NamedTuple):
-    """Guesses behind the known tokens of a row; `checks` and `num_ahead` as in `Chunk`."""
+    """Guesses behind the known tokens of a row; `checks`, `num_ahead` and `parents` as in `Chunk`."""
 
     token_ids: tuple[int, ...]
     checks: tuple[SampleSpec, ...] = ()
     num_ahead: int = 0
+    parents: tuple[int, ...] = ()
 
 
 NO_DRAFT = Draft(())
 
 
-class _Sent(NamedTuple):
-    """One draft that was sent: its kind, and the chance that was given to it."""
-
-    source: str
-    strength: int
-    chance: float
-
-
 class _Memory:
-    """What is remembered of one request: the drafts under way, how much better they are than everyone's, and for how
-    many steps there were none."""
+    """What is remembered of one request: the drafts under way (`parents` as in `Chunk`), how much better they are than
+    everyone's, and for how many steps there were none."""
 
-    __slots__ = ("better", "num_empty", "sent")
+    __slots__ = ("better", "num_empty", "parents", "sent")
 
     def __init__(self) -> None:
-        self.sent: list[_Sent] = []
+        self.sent: list[Sent] = []
+        self.parents: tuple[int, ...] = ()
         self.better = 0.0
         self.num_empty = 0
 
@@ -195,8 +194,9 @@ class Drafter:
             ahead = self._beyond(request, chain, literal, room - len(chain.token_ids)) if literal else []
         finally:
             chain.rewind()
-        memory.sent = chain.sent
-        own = tuple(chain.token_ids)
+        own, memory.sent, memory.parents = tuple(chain.token_ids), chain.sent, ()
+        if not ahead and (tree := self._grown(request, generation, chain, room)) is not None:
+            own, memory.parents, memory.sent = tree
         if not own and not ahead:
             memory.better *= _FADES
             memory.num_empty += 1
@@ -204,8 +204,25 @@ class Drafter:
         memory.num_empty = 0
         self._left -= len(own) + len(ahead)
         self._num_drafted += len(own) + len(ahead)
+        if memory.parents:
+            return Draft(own, _tree_checks(generation, own, memory.parents), parents=memory.parents)
         checks = tuple(generation.spec(own[: i + 1]) for i in range(min(len(own), generation.num_left - 1)))
         return Draft((*own, *ahead), checks, max(0, len(ahead) - len(literal) + 1) if ahead else 0)
+
+    def _grown(self, request: Request, generation: Sampled, chain: _Chain, room: int) -> Layout | None:
+        """The chain with branches, where such pay and somebody has some; each of its drafts is checked."""
+        longest = min(self.longest, generation.num_left - 1)
+        has_something = chain.token_ids or chain.is_over
+        if self._bar >= _BRANCHES_BELOW or not has_something or not len(chain.token_ids) <= longest > 0:
+            return None
+        proposals = [each for proposer in self.proposers for each in proposer.branches(request, longest)]
+        if not proposals:
+            return None
+        better = self._memory[request.sequence.id].better
+        tree = Tree(chain.token_ids, chain.sent, longest=longest, bar=self._bar, trust=self.trust, better=better)
+        for proposal in proposals:
+            tree.add(proposal, generation)
+        return tree.lay_out(min(room, self._most), generation.matcher)
 
     def _ask(self, request: Request, drafts: Sequence[int], room: int) -> Proposal:
         """What the first proposer that has something says."""
@@ -235,16 +252,20 @@ class Drafter:
             ahead.append(token_id)
         return ahead
 
-    def verified(self, request: Request, num_accepted: int) -> None:
-        """So many of the drafts that were sent last for a request were right."""
+    def verified(self, request: Request, path: Sequence[int]) -> None:
+        """Of the drafts that were sent last for a request, those at `path` were right."""
         memory = self._memory.get(request.sequence.id)
         if memory is None or not memory.sent:
             return
-        self._verified.append(num_accepted)
-        for i, sent in enumerate(memory.sent[: num_accepted + 1]):
-            right = i < num_accepted
-            self.trust.add(sent.source, sent.strength, right=right)
-            memory.better += _OWN * (right - sent.chance)
+        self._verified.append(len(path))
+        right = {-1, *path}
+        for i, sent in enumerate(memory.sent):
+            parent = memory.parents[i] if memory.parents else i - 1
+            if parent not in right:  # nobody knows
+                continue
+            self.trust.add(sent.source, sent.strength, right=i in right)
+            if sent.source != BRANCH:
+                memory.better += _OWN * ((i in right) - sent.chance)
         memory.sent = []
 
     def ended(self, request: Request) -> None:
@@ -263,12 +284,20 @@ class Drafter:
             self.costs.add(plan.num_tokens, seconds)
 
 
+def _tree_checks(generation: Sampled, token_ids: Sequence[int], parents: Sequence[int]) -> tuple[SampleSpec, ...]:
+    """How to draw behind each draft of a tree."""
+    texts: list[list[int]] = []
+    for token_id, parent in zip(token_ids, parents, strict=True):
+        texts.append([*(texts[parent] if parent >= 0 else ()), token_id])
+    return tuple(generation.spec(text) for text in texts)
+
+
 class _Chain:
     """Drafts of one row while they are made; goes along with the matcher, until `rewind`."""
 
     def __init__(self, generation: Sampled, most: int, bar: float, trust: Trust, better: float) -> None:
         self.token_ids: list[int] = []
-        self.sent: list[_Sent] = []
+        self.sent: list[Sent] = []
         self.is_over = False
         self._generation = generation
         self._matcher = generation.matcher
@@ -299,8 +328,7 @@ class _Chain:
                 return
 
     def _push(self, token_id: int, source: str, strength: int) -> bool:
-        chance = self._trust.of(source, strength) + (self._better if source != "forced" else 0.0)
-        chance = min(_MOST_LIKELY, max(_LEAST_LIKELY, chance))
+        chance = bounded(self._trust.of(source, strength) + (self._better if source != "forced" else 0.0))
         if self._generation.ends_with(token_id) and not self._generation.sampling.no_stop_trim:
             self._end = chance
             return False
@@ -310,7 +338,7 @@ class _Chain:
             return False
         self._chance *= chance
         self.token_ids.append(token_id)
-        self.sent.append(_Sent(source, strength, chance))
+        self.sent.append(Sent(source, strength, chance))
         if len(self.token_ids) == self._generation.num_left or self._is_complete():
             self._end = 1.0
             self.is_over = True

@@ -104,18 +104,30 @@ class TokenIndex:
     def find(self, tail: Sequence[int]) -> Match | None:
         """Where the last tokens of `tail` stood before: the longest match of those looked at. The end of a stream is
         none, since nothing came after it yet."""
-        if not tail:
-            return None
-        found: list[Match] = []
-        if len(tail) > 1:
-            found = self._walk(self._pairs.get((tail[-2] << _SHIFT) ^ tail[-1], _NOWHERE), tail, of_pairs=True)
-        if not found:
-            found = self._walk(self._ones.get(tail[-1], _NOWHERE), tail, of_pairs=False)
+        found = self._places(tail, only_longest=self._match_type == "BFS")
         if not found:
             return None
         longest = max(match.length for match in found)
         best = [match for match in found if match.length == longest]  # the latest first
         return best[0] if self._match_type == "BFS" else self._most_frequent(best)
+
+    def find_all(self, tail: Sequence[int]) -> list[Match]:
+        """All places that were looked at, the best first: of those that match equally well, the latest (`BFS`), or the
+        one that goes on as most do (`PROB`).
+
+        Example:
+            >>> index = TokenIndex()
+            >>> index.append(0, [5, 6, 7, 8, 5, 6, 9])
+            >>> [index.after(match, 2) for match in index.find_all([5, 6])]
+            [[9], [7, 8]]
+        """
+        found = self._places(tail, only_longest=False)
+        if self._match_type == "BFS":
+            return sorted(found, key=lambda match: -match.length)
+        following = [self._streams[match.stream].token_ids[match.place + 1] for match in found]
+        counts = Counter(following)
+        ranked = sorted(zip(found, following, strict=True), key=lambda pair: (-pair[0].length, -counts[pair[1]]))
+        return [match for match, _ in ranked]
 
     def after(self, match: Match, num: int, drafts: Sequence[int] | None = None) -> list[int]:
         """Up to `num` tokens that came after a match.
@@ -132,8 +144,20 @@ class TokenIndex:
                 following.append(following[len(following) + first - len(ids) - len(drafts)])
         return following
 
-    def _walk(self, place: int, tail: Sequence[int], *, of_pairs: bool) -> list[Match]:
-        """Places along a chain, latest first, with how far they match."""
+    def _places(self, tail: Sequence[int], *, only_longest: bool) -> list[Match]:
+        """Where the last two tokens of `tail` stood, or the last one if those never did; the latest first."""
+        found: list[Match] = []
+        if len(tail) > 1:
+            pair = self._pairs.get((tail[-2] << _SHIFT) ^ tail[-1], _NOWHERE)
+            found = self._walk(pair, tail, of_pairs=True, only_longest=only_longest)
+        if tail and not found:
+            one = self._ones.get(tail[-1], _NOWHERE)
+            found = self._walk(one, tail, of_pairs=False, only_longest=only_longest)
+        return found
+
+    def _walk(self, place: int, tail: Sequence[int], *, of_pairs: bool, only_longest: bool) -> list[Match]:
+        """Places along a chain, latest first, with how far they match; with `only_longest`, up to one that matches as
+        far as any can."""
         found = []
         for _ in range(_LOOKS):
             stream = self._streams.get(place >> _SHIFT) if place != _NOWHERE else None
@@ -142,7 +166,7 @@ class TokenIndex:
             at = place & ((1 << _SHIFT) - 1)
             if at + 1 < len(stream.token_ids):
                 found.append(Match(place >> _SHIFT, at, self._length(stream.token_ids, at, tail)))
-                if found[-1].length == self._depth and self._match_type == "BFS":
+                if only_longest and found[-1].length == self._depth:
                     break
             place = (stream.last_pair if of_pairs else stream.last_one)[at]
         return found
@@ -168,6 +192,7 @@ class NgramProposer:
         capacity: tokens that are kept, of all scopes together.
         depth: see `TokenIndex`.
         corpus: the user's.
+        breadth: ways to go on that are proposed at most; with 1 there are no branches.
     """
 
     def __init__(
@@ -176,11 +201,13 @@ class NgramProposer:
         depth: int = 18,
         match_type: MatchType = "BFS",
         corpus: TokenIndex | None = None,
+        breadth: int = 1,
     ) -> None:
         self._capacity = capacity
         self._depth = depth
         self._match_type: MatchType = match_type
         self._corpus = corpus
+        self._breadth = breadth
         self._scopes: OrderedDict[_Scope, _Texts] = OrderedDict()  # the one that was used last at the end
         self.num_tokens = 0
 
@@ -205,6 +232,27 @@ class NgramProposer:
             return NOTHING
         is_own = match.stream == sequence.id
         return Proposal(texts.index.after(match, room, drafts if is_own else None), "ngram", match.length)
+
+    def branches(self, request: Request, room: int) -> Sequence[Proposal]:
+        """See `Proposer.branches`: what came after each of the places that match, while they go on differently."""
+        texts = self._scopes.get(_scope_of(request))
+        if self._breadth == 1 or texts is None:
+            return ()
+        sequence = request.sequence
+        tail = sequence.token_ids[-self._depth :]
+        found = [(match, texts.index) for match in texts.index.find_all(tail)]
+        if self._corpus is not None:
+            found += [(match, self._corpus) for match in self._corpus.find_all(tail)]
+            found.sort(key=lambda pair: -pair[0].length)
+        proposals: list[Proposal] = []
+        for match, index in found:
+            is_own = index is texts.index and match.stream == sequence.id
+            token_ids = index.after(match, room, () if is_own else None)
+            if not any(token_ids == proposal.token_ids[: len(token_ids)] for proposal in proposals):
+                proposals.append(Proposal(token_ids, "ngram", match.length))
+            if len(proposals) == self._breadth:
+                break
+        return proposals
 
     def prepare(self, rows: Sequence[tuple[Request, Sampled]], num_drafts: int) -> None:
         """Nothing: one look costs microseconds."""

@@ -23,6 +23,7 @@ MatchType = Literal["BFS", "PROB"]
 """Of places that match equally well: the latest, or what most of them go on with."""
 DraftTokens = Annotated[int, Meta(ge=2, le=128)]
 DraftSteps = Annotated[int, Meta(ge=1, le=127)]
+Breadth = Annotated[int, Meta(ge=1, le=64)]
 TrieDepth = Annotated[int, Meta(ge=2, le=1024)]
 
 _DRAFT_TOKENS: dict[Algorithm, int] = {"NGRAM": 12, "STANDALONE": 4}
@@ -38,7 +39,8 @@ class Speculation(msgspec.Struct, frozen=True, kw_only=True):
         num_draft_tokens: tokens that a row computes at most, the known one before the guesses included.
         adaptive: whether costs and past success decide how many; else it is always the most.
         adaptive_params: the ladder of lengths.
-        ngram_max_trie_depth, ngram_match_type, ngram_capacity, ngram_external_corpus_path: of `NgramProposer`.
+        ngram_max_trie_depth, ngram_match_type, ngram_capacity, ngram_external_corpus_path, ngram_max_bfs_breadth: of
+            `NgramProposer`.
         draft_model_path, draft_model_revision: of `DraftModel`.
     """
 
@@ -49,6 +51,7 @@ class Speculation(msgspec.Struct, frozen=True, kw_only=True):
     ngram_max_trie_depth: int = 18
     ngram_match_type: MatchType = "BFS"
     ngram_capacity: int = 1_000_000
+    ngram_max_bfs_breadth: int = 10
     ngram_external_corpus_path: str | None = None
     draft_model_path: str | None = None
     draft_model_revision: str | None = None
@@ -96,6 +99,7 @@ def resolve_speculation(config: EngineConfig) -> Speculation | None:
         ngram_max_trie_depth=config.speculative_ngram_max_trie_depth,
         ngram_match_type=config.speculative_ngram_match_type,
         ngram_capacity=config.speculative_ngram_capacity,
+        ngram_max_bfs_breadth=config.speculative_ngram_max_bfs_breadth,
         ngram_external_corpus_path=config.speculative_ngram_external_corpus_path,
         draft_model_path=config.speculative_draft_model_path,
         draft_model_revision=config.speculative_draft_model_revision,

@@ -39,5 +39,9 @@ class Proposer(Protocol):
     def propose(self, request: Request, drafts: Sequence[int], room: int) -> Proposal:
         """At most `room` tokens that may come after the request's known tokens and `drafts`; none is an answer, too."""
 
+    def branches(self, request: Request, room: int) -> Sequence[Proposal]:
+        """Other ways in which the known tokens may go on, likeliest first, at most `room` tokens each. They may begin
+        as what was proposed does, and as each other."""
+
     def ended(self, request: Request) -> None:
         """The request is over: what was kept for it alone may go."""

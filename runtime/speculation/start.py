@@ -42,6 +42,10 @@ def make_drafter(config: ResolvedConfig, tokenizer: Tokenizer, model: DraftModel
             options.ngram_max_trie_depth,
             options.ngram_match_type,
             _corpus(options, tokenizer),
+            # In deterministic mode a branch needs a context of its own, which pages of one token give it on a CPU.
+            1
+            if config.deterministic and (config.page_size > 1 or config.device != "cpu")
+            else options.ngram_max_bfs_breadth,
         )
     return Drafter(
         [proposer],

@@ -20,7 +20,7 @@ def take(request: Request, generation: Sampled, chunk: Chunk, row: RowResult) ->
     A row that is unusable sets `request.failed`; those that do not count may be whatever they are.
     """
     token_ids, known = request.sequence.token_ids, chunk.known_end
-    drafts, results = chunk.drafts, (row, *row.more)
+    results = (row, *row.more)
     place = 0
     while True:
         drawn = results[place]
@@ -34,23 +34,35 @@ def take(request: Request, generation: Sampled, chunk: Chunk, row: RowResult) ->
         request.take_forced(generation.force())
         if generation.finished or generation.failed is not None or request.has_scores_left:
             return
-        place = len(token_ids) - known
-        if place >= len(results) or drafts[:place] != token_ids[known:]:
+        path = right_path(chunk, token_ids)
+        if len(path) < len(token_ids) - known:
+            return
+        place = path[-1] + 1
+        if place >= len(results):
             return
 
 
-def num_accepted(chunk: Chunk, token_ids: Sequence[int]) -> int:
-    """How many of the drafts of `chunk` are what `token_ids`, those of its sequence by now, go on with.
+def right_path(chunk: Chunk, token_ids: Sequence[int]) -> list[int]:
+    """Which of the drafts of `chunk` are what `token_ids`, those of its sequence by now, go on with; in order.
 
     Example:
-        >>> import numpy as np
+        >>> import msgspec, numpy as np
         >>> chunk = Chunk(sequence=1, token_ids=[4, 7, 8], start=2, page_table=np.zeros(5, np.int32), num_drafts=2)
-        >>> num_accepted(chunk, [1, 2, 4, 7, 9]), num_accepted(chunk, [1, 2, 4])
-        (1, 0)
+        >>> right_path(chunk, [1, 2, 4, 7, 9]), right_path(chunk, [1, 2, 4])
+        ([0], [])
+        >>> right_path(msgspec.structs.replace(chunk, parents=(-1, -1)), [1, 2, 4, 8, 7])
+        [1]
     """
-    same = 0
-    for draft, token_id in zip(chunk.drafts, token_ids[chunk.known_end :], strict=False):
-        if draft != token_id:
+    drafts, parents = chunk.drafts, chunk.parents
+    path: list[int] = []
+    at = -1
+    for token_id in token_ids[chunk.known_end :]:
+        if parents:
+            children = (i for i in range(at + 1, len(drafts)) if parents[i] == at and drafts[i] == token_id)
+            at = next(children, len(drafts))
+        else:
+            at += 1
+        if at >= len(drafts) or drafts[at] != token_id:
             break
-        same += 1
-    return same
+        path.append(at)
+    return path

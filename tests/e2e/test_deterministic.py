@@ -17,6 +17,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from support.scripted import seen_by
 
 from sgl.grammars.spec import Constraint, Regex
 from sgl.kernels.native import library
@@ -39,7 +40,7 @@ from sgl.runtime.loading.facts import load_native_kernels
 from sgl.runtime.loading.sources import locate
 from sgl.runtime.model_runner import ModelRunner
 from sgl.runtime.models.registry import CausalLM
-from sgl.runtime.plan import StepPlan
+from sgl.runtime.plan import Move, StepPlan
 from sgl.runtime.resolution import resolve
 from sgl.runtime.sampler import Sampler
 from sgl.runtime.stats import Stats
@@ -97,6 +98,8 @@ class Watching(ModelRunner):
 
     seen: dict[bytes, bytes]
     differing: list[int]
+    num_trees = 0
+    """Chunks of all runners that branched."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -110,16 +113,21 @@ class Watching(ModelRunner):
             self.slots[target] = ids
         for chunk in plan.chunks:
             self.slots[self._of(chunk.page_table, np.arange(chunk.start, chunk.end))] = chunk.token_ids
-        rows = iter(logits.numpy())
+        rows = iter(logits.cpu().numpy())
         for chunk in plan.chunks:
             context = self.slots[self._of(chunk.page_table, np.arange(chunk.end))]
             assert -1 not in context
             for offset in chunk.logit_offsets:
-                length = chunk.start + offset + 1
+                path = seen_by(chunk, offset)
                 bits = hashlib.blake2b(next(rows).tobytes(), digest_size=16).digest()
-                if self.seen.setdefault(context[:length].tobytes(), bits) != bits:
-                    self.differing.append(length)
+                if self.seen.setdefault(context[path].tobytes(), bits) != bits:
+                    self.differing.append(len(path))
+            Watching.num_trees += bool(chunk.parents)
         return logits
+
+    def move(self, moves: Sequence[Move]) -> None:
+        super().move(moves)
+        self.slots[[move.target for move in moves]] = self.slots[[move.source for move in moves]]
 
     def _of(self, page_table: np.ndarray, positions: np.ndarray) -> np.ndarray:
         return page_table[positions // self.page_size] * self.page_size + positions % self.page_size

@@ -10,16 +10,16 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
-from e2e.test_deterministic import KINDS, Bench, Case, Way, toy_bench
+from e2e.test_deterministic import KINDS, Bench, Case, Watching, Way, toy_bench
 
 from sgl.grammars.spec import Regex
 from sgl.lang.graph import Event, Gen, Graph, ProgramOptions, Sampling, Tokens, ValueEvent
 from sgl.runtime.config import config_from_mapping
+from sgl.runtime.engine_start import build_core
 from sgl.runtime.loading.checkpoint import open_checkpoint
 from sgl.runtime.loading.sources import locate
 from sgl.runtime.stats import Stats
 from sgl.runtime.text.tokenizer import Tokenizer
-from sgl.runtime.worker import build_core
 
 OFF = Way({}, lambda s: s.drafted_tokens == 0)
 ALWAYS: Mapping[str, object] = {"speculative_algorithm": "NGRAM", "speculative_adaptive": False}
@@ -42,6 +42,7 @@ WAYS = {
         lambda s: _speculated(s) and s.retractions > 0,
     ),
     "in pages of four": Way({**ALWAYS, "page_size": 4, "max_running_requests": 7}, _speculated),
+    "chains": Way({**ALWAYS, "speculative_ngram_max_bfs_breadth": 1}, _speculated),
     "little cache": Way({**ALWAYS, "disable_radix_cache": True}, _speculated),
 }
 
@@ -74,8 +75,11 @@ def check_toy_model(number: int, *, others: int) -> None:
     off, _ = bench.run(OFF, cases)
     for name, way in WAYS.items():
         some = number if name == "n-gram" else others
+        trees = Watching.num_trees
         outcomes, differing = bench.run(way, cases[:some])
         assert (outcomes, differing) == (off[:some], []), name
+        if name in ("n-gram", "forked", "retracted", "chains"):
+            assert (Watching.num_trees > trees) == (name != "chains"), name
     cases = cases[:others]
     in_turns = replace(OFF, form="turns")
     plain, _ = bench.run(in_turns, cases)

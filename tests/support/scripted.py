@@ -22,7 +22,7 @@ from sgl.limits import DEFAULT_LIMITS, Limits
 from sgl.runtime.config import ResolvedConfig
 from sgl.runtime.core import EngineCore
 from sgl.runtime.faults import FaultPoints, parse_faults
-from sgl.runtime.plan import UNKNOWN, StepPlan
+from sgl.runtime.plan import UNKNOWN, Chunk, Move, StepPlan
 from sgl.runtime.processors import BUILT_IN, LogitProcessor
 from sgl.runtime.sampler import Sampler
 from sgl.runtime.speculation.drafter import Drafter
@@ -47,6 +47,14 @@ def expected_greedy(prompt: Sequence[int], num_tokens: int) -> list[int]:
     for _ in range(num_tokens):
         context.append(int(scripted_logits(context).argmax()))
     return context[len(prompt) :]
+
+
+def seen_by(chunk: Chunk, offset: int) -> list[int]:
+    """What a token of a chunk sees, as places in its page table: those before it, in a tree those on its path."""
+    draft = chunk.start + offset - chunk.known_end
+    if draft < 0 or not chunk.parents:
+        return list(range(chunk.start + offset + 1))
+    return [*range(chunk.known_end), *(chunk.known_end + place for place in chunk.path(draft))]
 
 
 class ScriptedRunner:
@@ -78,12 +86,15 @@ class ScriptedRunner:
             self.slots[self._slots(chunk.page_table, chunk.start, chunk.end)] = token_ids
         rows = []
         for chunk in plan.chunks:
-            context = self.slots[self._slots(chunk.page_table, 0, chunk.end)]
-            assert UNWRITTEN not in context, "a chunk reads a slot that nobody wrote"
+            written = self.slots[self._slots(chunk.page_table, 0, chunk.end)]
+            assert UNWRITTEN not in written, "a chunk reads a slot that nobody wrote"
             for offset in chunk.logit_offsets:
-                row = scripted_logits(context[: chunk.start + offset + 1])
+                row = scripted_logits(written[seen_by(chunk, offset)])
                 rows.append(np.full_like(row, np.nan) if chunk.sequence in self.nan_sequences else row)
         return torch.from_numpy(np.stack(rows)) if rows else torch.zeros(0, VOCAB)
+
+    def move(self, moves: Sequence[Move]) -> None:
+        self.slots[[move.target for move in moves]] = self.slots[[move.source for move in moves]]
 
     def _copy(self, plan: StepPlan) -> None:
         sources = [copy.source * self.page_size + i for copy in plan.copies for i in range(copy.num_tokens)]

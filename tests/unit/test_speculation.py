@@ -16,10 +16,14 @@ from sgl.errors import ConfigError
 from sgl.grammars.spec import Regex
 from sgl.lang.graph import DeltaEvent, FailedEvent, Fork, Gen, Join, Node, Sampling, Select, ValueEvent
 from sgl.runtime.config import config_from_mapping
+from sgl.runtime.generation import Generation
+from sgl.runtime.plan import Chunk, StepPlan
 from sgl.runtime.sequence import Request, Sampled
+from sgl.runtime.speculation.control import Trust
 from sgl.runtime.speculation.drafter import Drafter
 from sgl.runtime.speculation.options import resolve_speculation
 from sgl.runtime.speculation.proposer import Proposal
+from sgl.runtime.speculation.tree import Sent, Tree
 
 
 class Oracle:
@@ -42,11 +46,25 @@ class Oracle:
         rng = random.Random(f"{len(context)}:{request.sequence.id}")
         return Proposal([97 if rng.random() < self.wrong else token_id for token_id in right], "oracle", 3)
 
+    def branches(self, request: Request, room: int) -> Sequence[Proposal]:
+        return ()
+
     def prepare(self, rows: Sequence[tuple[Request, Sampled]], num_drafts: int) -> None:
         return
 
     def ended(self, request: Request) -> None:
         return
+
+
+class Forked(Oracle):
+    """Proposes a chain that is wrong somewhere, and beside it what is right from there on, among other wrong ways."""
+
+    def branches(self, request: Request, room: int) -> Sequence[Proposal]:
+        right = expected_greedy(request.sequence.token_ids, min(room, self.most))
+        rng = random.Random(f"{len(request.sequence)}:branches")
+        wrong = [[*right[:at], rng.choice(b"qzx"), *right[at + 1 :]] for at in rng.sample(range(4), 2)]
+        ways = [*wrong, right] if rng.random() < 0.8 else wrong
+        return [Proposal(token_ids[:room], "oracle", 3) for token_ids in ways]
 
 
 def drafter(*proposers: object, most: int = 5, most_of_step: int = 16) -> Drafter:
@@ -107,12 +125,16 @@ EVERYTHING = (
 )
 
 
+def trees_of(rig: Rig) -> list[Chunk]:
+    return [chunk for plan in rig.runner.plans for chunk in plan.chunks if chunk.parents]
+
+
 @pytest.mark.parametrize("page_size", [1, 4])
-@pytest.mark.parametrize("wrong", [0.0, 0.2, 1.0])
-def test_any_guess_leaves_every_output_as_it_is(page_size: int, wrong: float) -> None:
+@pytest.mark.parametrize(("oracle", "wrong"), [(Oracle, 0.0), (Oracle, 0.2), (Oracle, 1.0), (Forked, 0.3)])
+def test_any_guess_leaves_every_output_as_it_is(page_size: int, oracle: type[Oracle], wrong: float) -> None:
     on, off = both(
         *EVERYTHING,
-        make=lambda: drafter(Oracle(wrong)),
+        make=lambda: drafter(oracle(wrong), most=5 if oracle is Oracle else 9),
         page_size=page_size,
         num_pages=900 // page_size,
     )
@@ -120,6 +142,72 @@ def test_any_guess_leaves_every_output_as_it_is(page_size: int, wrong: float) ->
     assert stats.drafted_tokens > 50
     assert stats.accepted_tokens > 20 if wrong < 1 else stats.accepted_tokens < 5
     assert (stats.decode_tokens, stats.forced_tokens) == (off.core.stats.decode_tokens, off.core.stats.forced_tokens)
+    assert bool(trees_of(on)) == (oracle is Forked)
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_a_tree_is_right_where_a_chain_is_wrong(page_size: int) -> None:
+    """The likeliest way is always wrong: it is a branch whose keys and values stay, wherever they lay."""
+    on, _ = both(
+        gen(1, n=20),
+        programs=1,
+        make=lambda: drafter(Forked(1.0), most=12),
+        page_size=page_size,
+        num_pages=100,
+    )
+    stats = on.core.stats
+    assert stats.forwards < 12 + 8 * Rig.overlaps
+    assert stats.accepted_tokens > 6
+    trees = trees_of(on)
+    assert max(chunk.num_drafts for chunk in trees) <= 12
+    assert all(chunk.parents.count(-1) > 1 for chunk in trees)
+
+
+def test_trees_under_pressure_and_in_the_middle_of_an_end() -> None:
+    """Rows with trees are put back, cancelled between forward and verification, and stopped by a stop string."""
+    cancelled: list[int] = []
+
+    def hook(plan: StepPlan) -> None:
+        if not cancelled and any(chunk.parents and chunk.sequence == 1 for chunk in plan.chunks):
+            cancelled.append(1)
+            rigs[0].core.cancel(0)
+
+    fields = {"num_pages": 70, "schedule_conservativeness": 0.001}
+    rigs = [Rig(hook=hook, drafter=drafter(Forked(0.5), most=9), **fields), Rig(**fields)]
+    for rig in rigs:
+        for program in range(6):
+            stop = ("a", "j") if program % 2 else ()
+            start(rig, program, text(0, "row " * (program + 1)), gen(1, n=30, stop=stop))
+        rig.run()
+    assert cancelled
+    assert not rigs[0].of(0, ValueEvent)
+    assert outcomes(rigs[0], 6)[1:] == outcomes(rigs[1], 6)[1:]
+    assert rigs[0].core.stats.retractions
+    assert rigs[0].core.stats.num_running == 0
+
+
+def test_the_likeliest_guesses_are_sent() -> None:
+    """Of three ways, the nodes with the best chances, branch by branch; what the constraint refuses is left out."""
+    if Rig.overlaps:
+        pytest.skip("trees do not depend on it")
+    trust = Trust()
+    for _ in range(100):
+        trust.add("ngram", 3, right=False)
+        trust.add("branch", 3, right=True)
+    chain = [Sent("ngram", 3 + i, trust.of("ngram", 3 + i)) for i in range(4)]
+    generation = Generation(Sampling(), Rig.tokenizer, frozenset(), seed=1, max_new_tokens=20)
+    tree = Tree([65, 66, 67, 68], chain, longest=4, bar=0.0, trust=trust, better=0.0)
+    for way in ([65, 66, 70, 71], [80, 81, 82, 83], [80, 90]):
+        tree.add(Proposal(way, "ngram", 3), generation)
+    layout = tree.lay_out(5, None)
+    assert layout is not None
+    assert (layout.token_ids, layout.parents) == ((80, 81, 82, 83, 90), (-1, 0, 1, 2, 0))
+    matcher = Rig().core.compiler.compile(Regex(pattern="A.*|P[RZ]")).matcher()
+    constrained = tree.lay_out(7, matcher)
+    assert constrained is not None
+    assert (constrained.token_ids[:1], constrained.token_ids[-1:]) == ((65,), (90,))
+    assert 81 not in constrained.token_ids
+    assert matcher.accept(80), "it stands where it stood"
 
 
 def test_forwards_are_saved() -> None:
