@@ -27,7 +27,7 @@ from sgl.bench.load import CleanRule
 from sgl.bench.products import ProductRate, compare_products, shapes_of_8b
 from sgl.bench.provenance import Provenance, provenance
 from sgl.bench.quality import TEXT
-from sgl.bench.steps import StepBench, StepTimes
+from sgl.bench.steps import HOST_CALLS, StepBench, StepTimes
 from sgl.errors import ConfigError, ModelError, SglError
 from sgl.runtime.config import config_from_mapping
 from sgl.runtime.engine import Engine
@@ -317,18 +317,10 @@ class _Bench:
             self._figure(f"{sizes.small}, mixed: of its floor", floor / lasted, goal=0.55)
 
     def constrained(self) -> None:
-        """JSON generations against the same without a constraint."""
-        from sgl.bench.grammar import run as compare_grammar
-
-        self.close()
-        fields = {**self._engine(self._sizes.small, 64 * 256)}
-        report = compare_grammar(
-            fields, plan=self._plan(), parts=("throughput",), new_tokens=self._sizes.new_tokens, progress=self._progress
-        )
-        (compared,) = report.comparisons
-        self._details["grammar"] = msgspec.to_builtins(report)
-        if compared.result.ratio is not None:
-            self._figure("constrained over free, 64 rows", compared.result.ratio.median, unit="x", goal=0.97)
+        """Decoding steps under a JSON schema against the same without; of each, what the host does in it."""
+        rows = min(64, max(self._sizes.rows))
+        for shape in dict.fromkeys((self._sizes.large, self._sizes.small)):
+            self._constrained(self._bench(shape, rows), shape, rows)
 
     def cache(self) -> None:
         """What the prefix cache costs when it finds nothing."""
@@ -389,6 +381,80 @@ class _Bench:
             self._details[f"{shape}, {rows}, kernels"] = bench.while_decoding(
                 rows=rows, context=sizes.context, steps=steps + 1, act=lambda step: kernel_times(step, steps)
             )
+
+    def _constrained(self, bench: StepBench, shape: str, rows: int) -> None:
+        """Steps of rows in turns: free, under each schema, and under each with its forced tokens taken at once."""
+        from sgl.bench.grammar import RECORDS
+        from sgl.grammars.spec import JsonSchema, canonical_schema
+
+        sizes = self._sizes
+        constraints = {name: JsonSchema(canonical_schema(schema)) for name, schema in RECORDS.items()}
+        ways = [("free", None, True)]
+        ways += [(name, constraint, True) for name, constraint in constraints.items()]
+        ways += [(f"{name}, forced tokens", constraint, False) for name, constraint in constraints.items()]
+        found: dict[str, list[StepTimes]] = {way: [] for way, _, _ in ways}
+        steps = 3 * sizes.steps
+        for turn in range(1 + sizes.rounds):
+            if turn > 1 and time.monotonic() > self._until:
+                break
+            for way, constraint, is_plain in ways:
+                self._progress(f"constrained: {shape}, {rows} rows, {way}")
+                with bench.changed(disable_forced_tokens=is_plain):
+                    times = bench.decode(
+                        rows=rows, context=sizes.context, steps=steps, constraint=constraint, temperature=1.0
+                    )
+                if turn:  # the first one compiles and warms up
+                    found[way].append(times)
+        self._details[f"{shape}, {rows}"] = {way: msgspec.to_builtins(runs) for way, runs in found.items()}
+        rates = {way: [run.new_tokens / sum(run.step_s) for run in runs] for way, runs in found.items()}
+        for way, _, is_plain in ways:
+            runs, what = found[way], f"{shape}, {rows} rows, {way}"
+            self._figure(f"{what}: tokens per second", statistics.median(rates[way]), unit="tokens/s")
+            if way != "free":
+                ratio = statistics.median(a / b for a, b in zip(rates[way], rates["free"], strict=True))
+                self._figure(f"{what}: over free", ratio, unit="x", goal=0.97 if is_plain else None)
+            self._figure(f"{what}: step", statistics.median(run.median_s for run in runs) * 1e3, unit="ms")
+            self._figure(f"{what}: host gap", statistics.median(run.gap for run in runs))
+            for call in HOST_CALLS:
+                per_step = statistics.median(run.host_s[call] / len(run.step_s) for run in runs)
+                self._figure(f"{what}: host, {call}", per_step * 1e3, unit="ms")
+
+    def _constrained(self, bench: StepBench, shape: str, rows: int) -> None:
+        """Steps of rows in turns: free, under each schema, and under each with its forced tokens taken at once."""
+        from sgl.bench.grammar import RECORDS
+        from sgl.grammars.spec import JsonSchema, canonical_schema
+
+        sizes = self._sizes
+        constraints = {name: JsonSchema(canonical_schema(schema)) for name, schema in RECORDS.items()}
+        ways = [("free", None, True)]
+        ways += [(name, constraint, True) for name, constraint in constraints.items()]
+        ways += [(f"{name}, forced tokens", constraint, False) for name, constraint in constraints.items()]
+        found: dict[str, list[StepTimes]] = {way: [] for way, _, _ in ways}
+        steps = 4 * sizes.steps
+        for turn in range(1 + sizes.rounds):
+            if turn > 1 and time.monotonic() > self._until:
+                break
+            for way, constraint, is_plain in ways:
+                self._progress(f"constrained: {shape}, {rows} rows, {way}")
+                with bench.changed(disable_forced_tokens=is_plain):
+                    times = bench.decode(
+                        rows=rows, context=sizes.context, steps=steps, constraint=constraint, temperature=1.0
+                    )
+                if turn:  # the first one compiles and warms up
+                    found[way].append(times)
+        self._details[f"{shape}, {rows}"] = {way: msgspec.to_builtins(runs) for way, runs in found.items()}
+        rates = {way: [run.new_tokens / sum(run.step_s) for run in runs] for way, runs in found.items()}
+        for way, _, is_plain in ways:
+            runs, what = found[way], f"{shape}, {rows} rows, {way}"
+            self._figure(f"{what}: tokens per second", statistics.median(rates[way]), unit="tokens/s")
+            if way != "free":
+                ratio = statistics.median(a / b for a, b in zip(rates[way], rates["free"], strict=True))
+                self._figure(f"{what}: over free", ratio, unit="x", goal=0.97 if is_plain else None)
+            self._figure(f"{what}: step", statistics.median(run.median_s for run in runs) * 1e3, unit="ms")
+            self._figure(f"{what}: host gap", statistics.median(run.gap for run in runs))
+            for call in HOST_CALLS:
+                per_step = statistics.median(run.host_s[call] / len(run.step_s) for run in runs)
+                self._figure(f"{what}: host, {call}", per_step * 1e3, unit="ms")
 
     def _launched_plainly(self, bench: StepBench, rows: int) -> list[StepTimes]:
         """The same steps, their kernels one after another."""
@@ -455,15 +521,22 @@ class _Bench:
             given |= {"dtype": "bfloat16", "num_threads": max(1, cpu_count() // 4)}
         return {**given, **options}
 
-    def _bench(self, shape: str) -> StepBench:
-        """A core of a shape, the one that is there if it is one of that."""
-        if self._steps is not None and self._steps[0] == shape:
+    def _bench(self, shape: str, rows: int = 0) -> StepBench:
+        """A core of a shape that decodes `rows` rows, or all that are wanted: the one that is there, if it does."""
+        sizes = self._sizes
+        rows = rows or max(sizes.rows)
+        if (
+            self._steps is not None
+            and self._steps[0] == shape
+            and self._steps[1].core.config.max_running_requests >= rows
+        ):
             return self._steps[1]
         self.close()
         self._progress(f"loading {shape}")
-        sizes = self._sizes
-        pool = max(sizes.chunk + 64, max(sizes.rows) * (sizes.context + 2 * sizes.steps + 64)) + 4096
-        fields = {**self._engine(shape, pool), "max_running_requests": max(sizes.rows)}
+        # Constrained rows may get several tokens in a step.
+        new_tokens = max(rows * 2 * sizes.steps, min(64, rows) * 20 * sizes.steps)
+        pool = max(sizes.chunk + 64, rows * (sizes.context + 64) + new_tokens) + 4096
+        fields = {**self._engine(shape, pool), "max_running_requests": rows}
         fields["chunked_prefill_size"] = sizes.chunk
         bench = StepBench(fields)
         self._steps = (shape, bench)

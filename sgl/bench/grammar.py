@@ -37,10 +37,10 @@ from sgl.grammars.spec import Constraint, JsonSchema, Regex, canonical_schema
 from sgl.lang.graph import Event, FailedEvent, Gen, Graph, LiteralText, ProgramOptions, Sampling, Text, ValueEvent
 from sgl.runtime.config import config_from_mapping
 from sgl.runtime.core import EngineCore
+from sgl.runtime.engine_start import build_core
 from sgl.runtime.loading.facts import cpu_count
 from sgl.runtime.program_jobs import job_threads
 from sgl.runtime.text.tokenizer import Tokenizer
-from sgl.runtime.worker import build_core
 
 BATCH = 64
 _WALK_LEN = 24
@@ -93,6 +93,36 @@ SCHEMAS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 ENDLESS = {"type": "array", "items": _PERSON, "minItems": 1000}
 """What no budget of a bench completes."""
+
+
+def _records(string: dict[str, Any]) -> dict[str, Any]:
+    """Records of text, without end; `string` is the schema of each text."""
+    properties = {name: string for name in ("name", "city", "comment")}
+    fields = {**properties, "age": {"type": "integer", "minimum": 0, "maximum": 120}}
+    record = {"type": "object", "properties": fields, "required": [*fields], "additionalProperties": False}
+    return {"type": "array", "items": record, "minItems": 1000}
+
+
+RECORDS = {
+    "plain strings": _records({"type": "string"}),
+    "strings of maxLength": _records({"type": "string", "maxLength": 40}),
+}
+"""One schema with easy masks, and with hard ones: how much of a string is left decides what may come."""
+
+
+def _records(string: dict[str, Any]) -> dict[str, Any]:
+    """Records of text, without end; `string` is the schema of each text."""
+    properties = dict.fromkeys(("name", "city", "comment"), string)
+    fields = {**properties, "age": {"type": "integer", "minimum": 0, "maximum": 120}}
+    record = {"type": "object", "properties": fields, "required": [*fields], "additionalProperties": False}
+    return {"type": "array", "items": record, "minItems": 1000}
+
+
+RECORDS = {
+    "plain strings": _records({"type": "string"}),
+    "strings of maxLength": _records({"type": "string", "maxLength": 40}),
+}
+"""One schema with easy masks, and with hard ones: how much of a string is left decides what may come."""
 
 
 class MaskFigures(msgspec.Struct, frozen=True, kw_only=True):

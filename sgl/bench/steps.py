@@ -12,30 +12,45 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import msgspec
 
 from sgl.bench.prompts import Prompts
 from sgl.errors import BenchError, Cancelled
+from sgl.grammars.spec import Constraint
+from sgl.grammars.spec import Constraint
 from sgl.lang.graph import Event, FailedEvent, Gen, Graph, ProgramOptions, Sampling, Tokens, ValueEvent
 from sgl.runtime.config import config_from_mapping
 from sgl.runtime.core import EngineCore
-from sgl.runtime.worker import build_core
+from sgl.runtime.engine_start import build_core
+from sgl.runtime.plan import Pending, StepPlan, StepResult
+from sgl.runtime.plan import Pending, StepPlan, StepResult
 
 _WARM_STEPS = 6
 """After the last prompt is computed: what they leave behind in allocators and queues is gone then."""
+_MOST_FORCED = 4
+"""Times as many tokens as steps that a row may get where a constraint forces some."""
+_MOST_FORCED = 4
+"""Times as many tokens as steps that a row may get where a constraint forces some."""
 _LONGEST = 100_000
 """Steps within which any prompt is computed, or something is wrong."""
 
 
 class StepTimes(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds of consecutive steps, and of what the device did in them (0 where nobody times it)."""
+    """Seconds of consecutive steps, and of what the device did in them (0 where nobody times it).
+
+    Attributes:
+        host_s: what the host did in them, by call; see `HOST_CALLS`.
+        new_tokens: that all rows together got.
+    """
 
     step_s: tuple[float, ...]
     busy_s: float
     idle_s: float
+    host_s: dict[str, float] = {}
+    new_tokens: int = 0
 
     @property
     def median_s(self) -> float:
@@ -48,12 +63,63 @@ class StepTimes(msgspec.Struct, frozen=True, kw_only=True):
         return self.idle_s / (self.busy_s + self.idle_s) if self.busy_s else 0.0
 
 
+HOST_CALLS = ("schedule", "forward", "wait", "results", "settle", "masks", "draw")
+"""What the host does in a step: plan it, queue its forward, wait for the tokens of the step before, take these, see how
+rows draw by them, wait for masks, queue the draw. What is left of a step's time is the loop, events and ends."""
+
+
 class _Core(EngineCore):
-    """An engine core that keeps its runner at hand."""
+    """An engine core that keeps its runner at hand, and notes how long its calls take.
+
+    Attributes:
+        spent_s: seconds since the start, by `HOST_CALLS`.
+    """
 
     def __init__(self, config: Any, tokenizer: Any, runner: Any, sampler: Any, **services: Any) -> None:
         super().__init__(config, tokenizer, runner, sampler, **services)
         self.runner = runner
+        self.spent_s = dict.fromkeys(HOST_CALLS, 0.0)
+        scheduler = self.scheduler
+        scheduler.schedule = self._timed("schedule", scheduler.schedule)  # type: ignore[method-assign]
+        scheduler.process = self._timed("results", scheduler.process)  # type: ignore[method-assign]
+        scheduler.settle = self._timed("settle", scheduler.settle)  # type: ignore[method-assign]
+        self._forward = self._timed("forward", self._forward)
+        self._sample = self._after_masks(self._sample)
+        begin = self._after_masks(self._start)
+
+        def start(plan: StepPlan, logits: Any) -> Pending:
+            pending = begin(plan, logits)
+            return _Awaited(pending.token_ids, self._timed("wait", pending.wait))
+
+        self._start = start
+
+    def _timed(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def calling(*args: Any, **options: Any) -> Any:
+            start = time.perf_counter()
+            try:
+                return call(*args, **options)
+            finally:
+                self.spent_s[name] += time.perf_counter() - start
+
+        return calling
+
+    def _after_masks(self, draw: Callable[..., Any]) -> Callable[..., Any]:
+        draw = self._timed("draw", draw)
+
+        def drawing(plan: StepPlan, logits: Any) -> Any:
+            if plan.masks is not None:
+                self._timed("masks", plan.masks.wait)()
+            return draw(plan, logits)
+
+        return drawing
+
+
+class _Awaited:
+    """A pending result whose wait is timed."""
+
+    def __init__(self, token_ids: Any, wait: Callable[[], StepResult]) -> None:
+        self.token_ids = token_ids
+        self.wait = wait
 
 
 class StepBench:
@@ -97,9 +163,15 @@ class StepBench:
         """What a decoding step of so many rows has to read."""
         return self.step_weights_bytes + rows * context * self.kv_bytes_per_token
 
-    def decode(self, *, rows: int, context: int, steps: int) -> StepTimes:
-        """Times of `steps` steps in which `rows` sequences of about `context` tokens decode, greedily."""
-        with self._decoding(rows, context, steps):
+    def decode(
+        self, *, rows: int, context: int, steps: int, constraint: Constraint | None = None, temperature: float = 0.0
+    ) -> StepTimes:
+        """Times of `steps` steps in which `rows` sequences of about `context` tokens decode.
+
+        Args:
+            constraint: that no output completes in so many steps.
+        """
+        with self._decoding(rows, context, steps, constraint, temperature):
             return self._timed(steps)
 
     def while_decoding(self, *, rows: int, context: int, steps: int, act: Callable[[Callable[[], Any]], Any]) -> Any:
@@ -138,11 +210,15 @@ class StepBench:
                 self._finish([program])
         return found
 
-    @contextmanager
-    def plain_steps(self) -> Iterator[None]:
+    def plain_steps(self) -> AbstractContextManager[None]:
         """Steps do not overlap meanwhile: the host looks at each result before it begins the next."""
+        return self.changed(disable_overlap_schedule=True)
+
+    @contextmanager
+    def changed(self, **fields: Any) -> Iterator[None]:
+        """Fields of the resolved configuration are others meanwhile."""
         before = self.core.config
-        self.core.apply(msgspec.structs.replace(before, disable_overlap_schedule=True), self.core.limits)
+        self.core.apply(msgspec.structs.replace(before, **fields), self.core.limits)
         try:
             yield
         finally:
@@ -160,14 +236,21 @@ class StepBench:
     # --- inside ---
 
     @contextmanager
-    def _decoding(self, rows: int, context: int, steps: int) -> Iterator[None]:
+    def _decoding(
+        self, rows: int, context: int, steps: int, constraint: Constraint | None = None, temperature: float = 0.0
+    ) -> Iterator[None]:
         """Meanwhile so many rows decode, for `steps` steps at least."""
         if self._computed.get(context, 0) < rows:
             # Beforehand: or the first rows would be done before the last prompt is computed.
             self._finish([self._start(prompt, 1) for prompt in self._taken(rows, context)])
             self._computed[context] = rows
         budget = steps + 2 * _WARM_STEPS + 8
-        programs = [self._start(prompt, budget + row % 2) for row, prompt in enumerate(self._taken(rows, context))]
+        if constraint is not None:
+            budget *= _MOST_FORCED
+        programs = [
+            self._start(prompt, budget + row % 2, constraint, temperature)
+            for row, prompt in enumerate(self._taken(rows, context))
+        ]
         scheduler = self.core.scheduler
         for _ in range(_LONGEST):
             self.core.step()
@@ -195,7 +278,8 @@ class StepBench:
         return known[:rows]
 
     def _timed(self, steps: int) -> StepTimes:
-        before = msgspec.structs.replace(self.core.snapshot())
+        before, host = msgspec.structs.replace(self.core.snapshot()), dict(self.core.spent_s)
+        num_before = self._num_taken()
         times = []
         last = time.perf_counter()
         for _ in range(steps):
@@ -208,11 +292,20 @@ class StepBench:
             step_s=tuple(times),
             busy_s=after.device_busy_s - before.device_busy_s,
             idle_s=after.device_idle_s - before.device_idle_s,
+            host_s={name: seconds - host[name] for name, seconds in self.core.spent_s.items()},
+            new_tokens=self._num_taken() - num_before,
         )
 
-    def _start(self, prompt: Sequence[int], new_tokens: int) -> int:
+    def _num_taken(self) -> int:
+        """Tokens that the rows which decode have got so far."""
+        return sum(request.completion_tokens for request in self.core.scheduler.running)
+
+    def _start(
+        self, prompt: Sequence[int], new_tokens: int, constraint: Constraint | None = None, temperature: float = 0.0
+    ) -> int:
         number, self._next = self._next, self._next + 1
-        gen = Gen(id=1, name="x", sampling=Sampling(temperature=0.0, max_new_tokens=new_tokens, ignore_eos=True))
+        sampling = Sampling(temperature=temperature, max_new_tokens=new_tokens, ignore_eos=True)
+        gen = Gen(id=1, name="x", constraint=constraint, sampling=sampling)
         self.core.open(number, ProgramOptions(name="bench"))
         self.core.submit(number, Graph(nodes=(Tokens(id=0, token_ids=tuple(prompt)), gen)), finish=True)
         return number

@@ -54,6 +54,19 @@ def test_parts_run_and_are_handed_out_one_by_one(capsys: pytest.CaptureFixture[s
     assert "of the floor" in capsys.readouterr().out
 
 
+def test_constrained_rows_take_turns_with_free_ones() -> None:
+    (part,) = gpu.run(FIELDS, parts=("constrained",), sizes=SMALL).parts
+    assert part.error == ""
+    figures = {figure.what: figure.value for figure in part.figures}
+    for way in ("plain strings", "strings of maxLength"):
+        assert figures[f"dummy, 3 rows, {way}: over free"] > 0
+        assert figures[f"dummy, 3 rows, {way}: host, masks"] > 0
+        runs = part.details["dummy, 3"][way]
+        assert [run["new_tokens"] for run in runs] == [3 * 3 * SMALL.steps] * SMALL.rounds
+        assert figures[f"dummy, 3 rows, {way}, forced tokens: tokens per second"] > 0
+    assert figures["dummy, 3 rows, free: host, masks"] == 0
+
+
 def test_what_fails_is_told_and_the_next_part_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(bench: gpu._Bench) -> None:
         bench._figure("one", 1.0, goal=2.0)
