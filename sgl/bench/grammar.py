@@ -97,7 +97,7 @@ ENDLESS = {"type": "array", "items": _PERSON, "minItems": 1000}
 
 def _records(string: dict[str, Any]) -> dict[str, Any]:
     """Records of text, without end; `string` is the schema of each text."""
-    properties = {name: string for name in ("name", "city", "comment")}
+    properties = dict.fromkeys(("name", "city", "comment"), string)
     fields = {**properties, "age": {"type": "integer", "minimum": 0, "maximum": 120}}
     record = {"type": "object", "properties": fields, "required": [*fields], "additionalProperties": False}
     return {"type": "array", "items": record, "minItems": 1000}

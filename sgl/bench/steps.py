@@ -20,12 +20,10 @@ import msgspec
 from sgl.bench.prompts import Prompts
 from sgl.errors import BenchError, Cancelled
 from sgl.grammars.spec import Constraint
-from sgl.grammars.spec import Constraint
 from sgl.lang.graph import Event, FailedEvent, Gen, Graph, ProgramOptions, Sampling, Tokens, ValueEvent
 from sgl.runtime.config import config_from_mapping
 from sgl.runtime.core import EngineCore
 from sgl.runtime.engine_start import build_core
-from sgl.runtime.plan import Pending, StepPlan, StepResult
 from sgl.runtime.plan import Pending, StepPlan, StepResult
 
 _WARM_STEPS = 6
