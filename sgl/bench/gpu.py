@@ -393,43 +393,6 @@ class _Bench:
         ways += [(name, constraint, True) for name, constraint in constraints.items()]
         ways += [(f"{name}, forced tokens", constraint, False) for name, constraint in constraints.items()]
         found: dict[str, list[StepTimes]] = {way: [] for way, _, _ in ways}
-        steps = 3 * sizes.steps
-        for turn in range(1 + sizes.rounds):
-            if turn > 1 and time.monotonic() > self._until:
-                break
-            for way, constraint, is_plain in ways:
-                self._progress(f"constrained: {shape}, {rows} rows, {way}")
-                with bench.changed(disable_forced_tokens=is_plain):
-                    times = bench.decode(
-                        rows=rows, context=sizes.context, steps=steps, constraint=constraint, temperature=1.0
-                    )
-                if turn:  # the first one compiles and warms up
-                    found[way].append(times)
-        self._details[f"{shape}, {rows}"] = {way: msgspec.to_builtins(runs) for way, runs in found.items()}
-        rates = {way: [run.new_tokens / sum(run.step_s) for run in runs] for way, runs in found.items()}
-        for way, _, is_plain in ways:
-            runs, what = found[way], f"{shape}, {rows} rows, {way}"
-            self._figure(f"{what}: tokens per second", statistics.median(rates[way]), unit="tokens/s")
-            if way != "free":
-                ratio = statistics.median(a / b for a, b in zip(rates[way], rates["free"], strict=True))
-                self._figure(f"{what}: over free", ratio, unit="x", goal=0.97 if is_plain else None)
-            self._figure(f"{what}: step", statistics.median(run.median_s for run in runs) * 1e3, unit="ms")
-            self._figure(f"{what}: host gap", statistics.median(run.gap for run in runs))
-            for call in HOST_CALLS:
-                per_step = statistics.median(run.host_s[call] / len(run.step_s) for run in runs)
-                self._figure(f"{what}: host, {call}", per_step * 1e3, unit="ms")
-
-    def _constrained(self, bench: StepBench, shape: str, rows: int) -> None:
-        """Steps of rows in turns: free, under each schema, and under each with its forced tokens taken at once."""
-        from sgl.bench.grammar import RECORDS
-        from sgl.grammars.spec import JsonSchema, canonical_schema
-
-        sizes = self._sizes
-        constraints = {name: JsonSchema(canonical_schema(schema)) for name, schema in RECORDS.items()}
-        ways = [("free", None, True)]
-        ways += [(name, constraint, True) for name, constraint in constraints.items()]
-        ways += [(f"{name}, forced tokens", constraint, False) for name, constraint in constraints.items()]
-        found: dict[str, list[StepTimes]] = {way: [] for way, _, _ in ways}
         steps = 4 * sizes.steps
         for turn in range(1 + sizes.rounds):
             if turn > 1 and time.monotonic() > self._until:

@@ -110,21 +110,6 @@ RECORDS = {
 """One schema with easy masks, and with hard ones: how much of a string is left decides what may come."""
 
 
-def _records(string: dict[str, Any]) -> dict[str, Any]:
-    """Records of text, without end; `string` is the schema of each text."""
-    properties = dict.fromkeys(("name", "city", "comment"), string)
-    fields = {**properties, "age": {"type": "integer", "minimum": 0, "maximum": 120}}
-    record = {"type": "object", "properties": fields, "required": [*fields], "additionalProperties": False}
-    return {"type": "array", "items": record, "minItems": 1000}
-
-
-RECORDS = {
-    "plain strings": _records({"type": "string"}),
-    "strings of maxLength": _records({"type": "string", "maxLength": 40}),
-}
-"""One schema with easy masks, and with hard ones: how much of a string is left decides what may come."""
-
-
 class MaskFigures(msgspec.Struct, frozen=True, kw_only=True):
     """One backend: masks and compilations, 50th and 99th percentiles over all schemas; `together_us` is one batch."""
 

@@ -30,8 +30,6 @@ _WARM_STEPS = 6
 """After the last prompt is computed: what they leave behind in allocators and queues is gone then."""
 _MOST_FORCED = 4
 """Times as many tokens as steps that a row may get where a constraint forces some."""
-_MOST_FORCED = 4
-"""Times as many tokens as steps that a row may get where a constraint forces some."""
 _LONGEST = 100_000
 """Steps within which any prompt is computed, or something is wrong."""
 
