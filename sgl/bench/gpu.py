@@ -389,11 +389,11 @@ class _Bench:
 
         sizes = self._sizes
         constraints = {name: JsonSchema(canonical_schema(schema)) for name, schema in RECORDS.items()}
-        ways = [("free", None, True)]
+        ways: list[tuple[str, JsonSchema | None, bool]] = [("free", None, True)]
         ways += [(name, constraint, True) for name, constraint in constraints.items()]
         ways += [(f"{name}, forced tokens", constraint, False) for name, constraint in constraints.items()]
         found: dict[str, list[StepTimes]] = {way: [] for way, _, _ in ways}
-        steps = 4 * sizes.steps
+        steps = 3 * sizes.steps
         for turn in range(1 + sizes.rounds):
             if turn > 1 and time.monotonic() > self._until:
                 break
