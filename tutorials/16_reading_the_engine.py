@@ -11,7 +11,7 @@ from sgl.kernels import registry
 from sgl.lang.graph import ProgramOptions, decode, encode
 from sgl.runtime.config import EngineConfig
 from sgl.runtime.core import EngineCore
-from sgl.runtime.worker import build_core
+from sgl.runtime.engine_start import build_core
 
 # ## 1. A body becomes nodes: `lang/`
 #

@@ -42,8 +42,8 @@ from sgl.lang.graph import (
 )
 from sgl.runtime.config import config_from_mapping
 from sgl.runtime.core import EngineCore
+from sgl.runtime.engine_start import build_core
 from sgl.runtime.loading.facts import cpu_count
-from sgl.runtime.worker import build_core
 
 TASKS = ("copy", "json", "chain", "random")
 BATCHES = (1, 8, 32)

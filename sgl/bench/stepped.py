@@ -28,12 +28,12 @@ from sgl.lang.backend import EventSink
 from sgl.lang.graph import DoneEvent, Event, FailedEvent, Graph, ProgramOptions, StateText, Usage
 from sgl.runtime.config import config_from_mapping
 from sgl.runtime.core import EngineCore, Runner
+from sgl.runtime.engine_start import build_core
 from sgl.runtime.generation import Generation
 from sgl.runtime.plan import StepPlan
 from sgl.runtime.program_run import ProgramRun
 from sgl.runtime.sequence import Request
 from sgl.runtime.stats import Stats
-from sgl.runtime.worker import build_core
 
 Result = TypeVar("Result")
 

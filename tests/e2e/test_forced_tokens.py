@@ -12,7 +12,7 @@ from sgl.grammars.spec import Constraint, JsonSchema, Regex
 from sgl.lang.graph import Event, Gen, Graph, LiteralText, ProgramOptions, Sampling, Text, Usage, ValueEvent
 from sgl.runtime.config import EngineConfig
 from sgl.runtime.core import EngineCore
-from sgl.runtime.worker import build_core
+from sgl.runtime.engine_start import build_core
 
 CHARACTER = {
     "type": "object",

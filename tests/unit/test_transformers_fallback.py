@@ -21,13 +21,13 @@ from sgl.errors import ConfigError, CorruptModel, UnsupportedModel
 from sgl.lang.graph import Event, Sampling, ValueEvent
 from sgl.runtime.config import EngineConfig
 from sgl.runtime.core import EngineCore
+from sgl.runtime.engine_start import build_core
 from sgl.runtime.loading.checkpoint import open_checkpoint
 from sgl.runtime.loading.sources import locate
 from sgl.runtime.models.registry import architectures
 from sgl.runtime.offline import generate_options, make_calls
 from sgl.runtime.resolution import resolve
 from sgl.runtime.text.tokenizer import Tokenizer
-from sgl.runtime.worker import build_core
 
 TOLERANCE = 1e-3
 VOCAB_SIZE = 512
