@@ -47,7 +47,8 @@ assert decode(wire) == graph
 # `sgl.Engine` (`runtime/engine.py`) is the client half and imports no torch. `runtime/client.py` starts the worker and
 # talks to it in the messages of `runtime/messages.py`. In the worker, `runtime/worker.py` reads them and drives an
 # `EngineCore` (`runtime/core.py`), a plain object with `open`, `submit`, `cancel` and `step`. Here we build the core in
-# this process, as the worker does, on a tiny model with random weights. The runner is wrapped, to see each step's plan.
+# this process, as the worker does (`runtime/engine_start.py`; what nobody decided, `runtime/resolution.py` does), on a
+# tiny model with random weights. The runner is wrapped, to see each step's plan.
 
 plans = []
 
@@ -120,7 +121,7 @@ assert len(plans) >= 3
 
 # ## 5. What comes back
 #
-# Events (`lang/graph.py`: `ValueEvent`, `JoinedEvent`, `DoneEvent`, ...) go to the client, where `lang/interpreter.py`
+# Events (`lang/events.py`: `ValueEvent`, `JoinedEvent`, `DoneEvent`, ...) go to the client, where `lang/interpreter.py`
 # gives values to whoever reads them, and `lang/streams.py` makes the one stream of them.
 
 for event in events:
