@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -20,7 +21,7 @@ from typing import Any
 import httpx2
 import pytest
 from support.server_process import ServerProcess, sgl_serve
-from support.serving import serving
+from support.serving import Served, serving
 
 from sgl.runtime.engine import Engine
 
@@ -56,60 +57,93 @@ def until(engine: Engine, **least: int) -> None:
         time.sleep(0.005)
 
 
+def num_ended_early(served: Served) -> int:
+    """Programs that did not end by themselves."""
+    registry = served.server.metrics.registry
+    return int(registry.get_sample_value("sglang:num_aborted_requests_total", {"model_name": served.server.model}) or 0)
+
+
+def is_ended_early(engine: Engine, served: Served, body: dict[str, Any], leave: bool) -> bool:
+    """Whether a request ends before its time when its client goes away, or with `leave` false does not read.
+
+    It may have come to its end by itself before that was noticed, on a machine that is busy with something else: it has
+    three goes.
+    """
+    for _ in range(3):
+        forwards, ended = engine.stats()["forwards"], num_ended_early(served)
+        line = post(served.port, "/v1/completions", body)
+        until(engine, forwards=forwards + 2)
+        if leave:
+            line.close()
+        idle(engine)
+        line.close()
+        if num_ended_early(served) == ended + 1:
+            return True
+    return False
+
+
 def test_row_07_who_does_not_read_loses_the_request_and_nothing_piles_up(dummy_engine: Engine) -> None:
-    before = dummy_engine.stats()
     with serving(dummy_engine, send_buffer=4096, stream_backlog=16) as served:
         body = {**LONG, "max_tokens": 900, "stream": True, "n": 2, "logprobs": 20}
-        line = post(served.port, "/v1/completions", body)
-        try:
-            until(dummy_engine, forwards=before["forwards"] + 1)
-            idle(dummy_engine)
-            assert dummy_engine.stats()["decode_tokens"] - before["decode_tokens"] < 2 * 900
-            assert served.server.num_running <= 1
-        finally:
-            line.close()
+        assert is_ended_early(dummy_engine, served, body, leave=False)
+        assert served.server.num_running <= 1
 
 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("n", [1, 8])
 def test_rows_39_41_a_client_that_goes_away_ends_its_request(dummy_engine: Engine, stream: bool, n: int) -> None:
-    before = dummy_engine.stats()
     with serving(dummy_engine) as served:
-        line = post(served.port, "/v1/completions", {**LONG, "stream": stream, "n": n})
-        until(dummy_engine, forwards=before["forwards"] + 2)
-        line.close()
-        idle(dummy_engine)
-        assert dummy_engine.stats()["decode_tokens"] - before["decode_tokens"] < n * 1800
+        body = {**LONG, "stream": stream, "n": n, "max_tokens": 1800 if n == 1 else 480}  # the pool holds all of it
+        assert is_ended_early(dummy_engine, served, body, leave=True)
         assert served.server.num_running == 0
 
 
-def test_row_39_a_client_that_goes_away_while_it_waits_or_is_read(dummy_engine: Engine) -> None:
-    with serving(dummy_engine) as served:
-        lines = [post(served.port, "/v1/chat/completions", {"messages": [{"role": "user", "content": "a " * 500}]})]
+@pytest.fixture(scope="module")
+def narrow_engine() -> Iterator[Engine]:
+    """An engine that runs one request and lets one wait."""
+    with Engine(model_path="dummy", max_total_tokens=2048, max_running_requests=1, max_queue=1) as engine:
+        yield engine
+
+
+def test_row_39_a_client_that_goes_away_while_it_waits_or_is_read(narrow_engine: Engine) -> None:
+    engine = narrow_engine
+    with serving(engine) as served:
         half = socket.create_connection(("127.0.0.1", served.port))
         half.sendall(b'POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99\r\n\r\n{"prompt"')
-        for line in (*lines, half):
+        end = time.monotonic() + WAIT_S
+        while served.server.num_running < 1:
+            assert time.monotonic() < end, "its head is not read"
+            time.sleep(0.005)
+        running = post(served.port, "/v1/completions", {**LONG, "stream": True})
+        until(engine, num_running=1)
+        waiting = post(served.port, "/v1/completions", {**LONG, "prompt": "Ha"})
+        until(engine, num_waiting=1)
+        for line in (half, waiting):
             line.close()
-        idle(dummy_engine)
+        while num_ended_early(served) < 1 or served.server.num_running > 1:
+            assert time.monotonic() < end, engine.stats()
+            time.sleep(0.005)
+        running.close()
+        idle(engine)
+        assert served.server.num_running == 0
         with httpx2.Client(base_url=served.url) as http:
             assert http.post("/v1/completions", json={"prompt": "a", "max_tokens": 1}).is_success
 
 
-def test_row_51_a_full_queue_says_so_and_when_to_come_again() -> None:
-    with Engine(model_path="dummy", max_total_tokens=2048, max_running_requests=1, max_queue=1) as engine:
-        with serving(engine) as served, ThreadPoolExecutor(8) as pool:
-            before = engine.stats()["forwards"]
-            with httpx2.Client(base_url=served.url, timeout=WAIT_S) as http:
-                first = pool.submit(http.post, "/v1/completions", json={**LONG, "max_tokens": 400})
-                until(engine, forwards=before + 2)
-                others = [pool.submit(http.post, "/v1/completions", json={**LONG, "max_tokens": 1}) for _ in range(6)]
-                answers = [each.result() for each in others]
-                assert first.result().is_success
-        refused = [answer for answer in answers if answer.status_code == 429]
-        assert refused
-        assert any(answer.is_success for answer in answers)
-        assert all(answer.headers["retry-after"] for answer in refused)
-        assert refused[0].json()["error"]["type"] == "rate_limit_error"
+def test_row_51_a_full_queue_says_so_and_when_to_come_again(narrow_engine: Engine) -> None:
+    with serving(narrow_engine) as served, ThreadPoolExecutor(8) as pool:
+        before = narrow_engine.stats()["forwards"]
+        with httpx2.Client(base_url=served.url, timeout=WAIT_S) as http:
+            first = pool.submit(http.post, "/v1/completions", json={**LONG, "max_tokens": 400})
+            until(narrow_engine, forwards=before + 2)
+            others = [pool.submit(http.post, "/v1/completions", json={**LONG, "max_tokens": 1}) for _ in range(6)]
+            answers = [each.result() for each in others]
+            assert first.result().is_success
+    refused = [answer for answer in answers if answer.status_code == 429]
+    assert refused
+    assert any(answer.is_success for answer in answers)
+    assert all(answer.headers["retry-after"] for answer in refused)
+    assert refused[0].json()["error"]["type"] == "rate_limit_error"
 
 
 # --- the process ----------------------------------------------------------------------------------------------------
@@ -155,15 +189,18 @@ def test_row_63_sigterm_lets_streams_end_and_takes_nothing_new(tmp_path: Path) -
 
 
 def test_row_64_a_second_signal_ends_at_once(tmp_path: Path) -> None:
-    with sgl_serve(tmp_path / "log", "--drain", "600") as process, ThreadPoolExecutor(1) as pool:
-        stream = pool.submit(streamed, process.url, 1900)
+    with sgl_serve(tmp_path / "log", "--drain", "600") as process, ThreadPoolExecutor(2) as pool:
+        streams = [pool.submit(streamed, process.url, 1900) for _ in range(2)]
         busy(process)
         worker = process.worker()
         process.popen.send_signal(signal.SIGTERM)
-        time.sleep(0.2)
+        with httpx2.Client(base_url=process.url) as http:
+            end = time.monotonic() + WAIT_S
+            while http.get("/health").status_code == 200:
+                assert time.monotonic() < end
         process.popen.send_signal(signal.SIGINT)
         assert process.popen.wait(WAIT_S) == 0
-        assert stream.result()[-1] != "data: [DONE]" or len(stream.result()) > 1
+        assert any("data: [DONE]" not in stream.result() for stream in streams), "the drain waited for them to end"
         with pytest.raises(ProcessLookupError):
             os.kill(worker, 0)
 
