@@ -65,6 +65,8 @@ class PlainBackend:
     Args:
         engine: what answers the requests; it is not owned.
         in_flight: most requests at a time; 1 is "one by one". Without it every request goes when its prompt is known.
+        options_apart: each option of a select is a request, as for APIs that score strings. Without it a select is one
+            request with all of them, for an engine that chooses by itself.
 
     Attributes:
         num_requests: sent so far.
@@ -79,10 +81,11 @@ class PlainBackend:
         ('2', 2)
     """
 
-    def __init__(self, engine: Backend, in_flight: int | None = None) -> None:
+    def __init__(self, engine: Backend, in_flight: int | None = None, *, options_apart: bool = True) -> None:
         if in_flight is not None and in_flight < 1:
             raise InvalidParameter(f"in_flight is {in_flight}; expected at least 1", param="in_flight")
         self._engine = engine
+        self.options_apart = options_apart
         self._lock = threading.Lock()
         self._free = in_flight
         self._waiting: deque[Callable[[], None]] = deque()
@@ -271,10 +274,7 @@ class PlainSession:
                 self._write(branch, "".join(known))
             case Tokens() | Role():
                 branch.prompt.append(node)
-            case Gen():
-                branch.busy = True
-                self._ask(_Request(branch, node, node))
-            case Select():
+            case Select() if self._backend.options_apart:
                 branch.busy = True
                 options = [msgspec.structs.replace(node, choices=(choice,), temperature=0.0) for choice in node.choices]
                 requests = [_Request(branch, node, option) for option in options]
@@ -282,6 +282,9 @@ class PlainSession:
                     request.siblings = requests
                 for request in requests:
                     self._ask(request)
+            case Gen() | Select():
+                branch.busy = True
+                self._ask(_Request(branch, node, node))
             case Fork():
                 for id in node.children:
                     child = _Branch(id, list(branch.prompt), branch.text)
@@ -378,7 +381,7 @@ class PlainSession:
             self._fail(InternalError("a request ended without a value"), request.node)
             return
         branch, node = request.branch, request.node
-        value = values[0] if isinstance(node, Gen) else _chosen(node, values)
+        value = _chosen(node, values) if isinstance(node, Select) and request.siblings else values[0]
         value = msgspec.structs.replace(value, node=node.id, branch=branch.id, name=node.name)
         self._requests = [each for each in self._requests if each not in siblings]
         self._usage += value.usage

@@ -30,7 +30,9 @@ def peer_page(report: PeerReport) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in (record.versions | report.peer_versions).items())
     settings = "; ".join(f"{name}: {value}" for name, value in report.peer_settings.items())
     facts = [
-        f"{report.model}, {report.dtype}, {record.cpu}, cores {' '.join(map(str, record.cores))}",
+        f"{report.model}, {report.dtype}, quantization {report.quantization}",
+        f"the peer's weights: {report.peer_dtype or 'the same'}",
+        f"{record.cpu}, cores {' '.join(map(str, record.cores))}",
         versions,
         f"{report.peer}: {settings}",
         record.command,
@@ -86,7 +88,8 @@ def _plot(tasks: tuple[TaskComparison, ...]) -> str:
 
 
 def _table(tasks: tuple[TaskComparison, ...]) -> str:
-    rows = ["<tr><th>task</th><th>ratio</th><th>ours</th><th>peer</th><th>equal answers</th><th>answers</th></tr>"]
+    heads = ("task", "ratio", "ours", "peer", "the peer ran with", "equal answers", "answers")
+    rows = ["<tr>" + "".join(f"<th>{head}</th>" for head in heads) + "</tr>"]
     for task in tasks:
         ratio = task.result.ratio if task.result is not None else None
         cells = [
@@ -94,7 +97,8 @@ def _table(tasks: tuple[TaskComparison, ...]) -> str:
             html.escape(task.why or (task.result.verdict if task.result is not None else "")),
             f"{ratio.a_s:.3f} s" if ratio is not None else "",
             f"{ratio.b_s:.3f} s" if ratio is not None else "",
-            f"{task.equal} of {task.num_answers}",
+            html.escape(", ".join(f"{name} {seconds:.3f} s" for name, seconds in task.tried.items() if name)),
+            f"{task.equal} of {task.num_answers}" if task.num_answers else "",
             "<br>".join(
                 f"{html.escape(ours)} <span class='quiet'>| {html.escape(theirs)}</span>"
                 for ours, theirs in zip(task.ours, task.theirs, strict=False)

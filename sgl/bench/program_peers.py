@@ -1,41 +1,37 @@
 """`sgl bench program --peer NAME`: programs against the same tasks as users of other libraries write them.
 
-Owns the comparison and its report. Six tasks (`program_tasks`) run as programs on our engine and, with the same weights
-(one folder), dtype, cores and threads, through the peer in a process of its own; they take turns in pairs, by the rule
-of `sgl.bench.harness`. `plain` is our own engine asked with plain requests, its cache on. The 17 workloads of `--wall`
-are not run here: they are made of random text and forced lengths, which the libraries have no calls for.
+Owns the comparison and its report. Six tasks (`program_tasks`), or the 17 workloads where they apply
+(`program_workloads`), run as programs on our engine and, with the same weights, cores and threads, through the peer
+(`program_process`); they take turns in pairs, by the rule of `sgl.bench.harness`. `plain` is our own engine asked with
+plain requests, its cache on.
 
-Each run begins with empty caches on both sides. Answers are compared and shown, and need not be equal: libraries choose
-an option token by token under a constraint, where `select` compares whole options.
+Each run begins with empty caches on both sides. A peer that can run in several ways is tried in each, and the fastest
+is measured. Answers are compared and shown, and need not be equal: libraries choose an option token by token under a
+constraint, where `select` compares whole options.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import os
-import select
-import subprocess
-import sys
-import tempfile
-import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
-import sgl
-from sgl import environment
 from sgl.bench.harness import PairPlan, measure_pairs
 from sgl.bench.load import ProcSampler, Sampler, least_busy
 from sgl.bench.pairs import Pair, Result, summarise
-from sgl.bench.peers import launch
 from sgl.bench.peers.convert import converted
-from sgl.bench.plain import PlainBackend
-from sgl.bench.program_drivers import PACKAGES
+from sgl.bench.program import unit_of
+from sgl.bench.program_drivers import LIBRARIES
+from sgl.bench.program_process import LibraryPeer, Peer, PlainPeer
+from sgl.bench.program_requests import ABILITIES
 from sgl.bench.program_tasks import TASKS, Task
+from sgl.bench.program_wall import FormTokens, cost_of, timed_waves
+from sgl.bench.program_workloads import NEEDS
 from sgl.bench.provenance import Provenance, provenance, side_variables
+from sgl.bench.workloads import Workload
 from sgl.errors import BenchError, ConfigError
 from sgl.runtime.config import config_from_mapping
 from sgl.runtime.engine import Engine
@@ -43,22 +39,24 @@ from sgl.runtime.loading.facts import cpu_count
 from sgl.runtime.loading.sources import locate
 
 PLAIN = "plain"
-PEERS = (PLAIN, *PACKAGES)
-_DRIVERS = "sgl.bench.program_drivers"
-_TIMEOUT_S = 900.0
-_QUOTED = 600
-"""Characters of a peer's complaint that an error quotes."""
+PEERS = (PLAIN, *LIBRARIES)
+MAX_TURN_S = 20.0
 
 
 class TaskComparison(msgspec.Struct, frozen=True, kw_only=True):
-    """One task. The ratio is the peer's time over ours; without one, `why` says what is missing.
+    """One task or workload. The ratio is the peer's time over ours; without one, `why` says what is missing.
 
     Attributes:
-        equal: answers in which both sides agree, of `num_answers`.
+        cost: what one run makes our engine do.
+        variant: of the peer, the fastest; `tried` has the seconds of all.
+        equal: answers in which both sides agree, of `num_answers`; of a workload none are compared.
     """
 
     task: str
     about: str
+    cost: FormTokens | None = None
+    variant: str = ""
+    tried: dict[str, float] = {}
     ours: tuple[str, ...] = ()
     theirs: tuple[str, ...] = ()
     equal: int = 0
@@ -76,6 +74,9 @@ class PeerReport(msgspec.Struct, frozen=True, kw_only=True):
     peer_versions: dict[str, str | None]
     model: str
     dtype: str
+    quantization: str
+    peer_dtype: str
+    mixed: bool
     engine: dict[str, Any]
     provenance: Provenance
     tasks: tuple[TaskComparison, ...]
@@ -83,124 +84,32 @@ class PeerReport(msgspec.Struct, frozen=True, kw_only=True):
     measured: int
 
 
-class Peer:
-    """The other side of the comparison: runs a task once. Used as a context manager."""
+class Job(msgspec.Struct, frozen=True):
+    """What is measured: one run on each side, on empty caches; seconds and answers."""
 
-    settings: dict[str, str]
-    versions: dict[str, str | None]
-    can: frozenset[str] = frozenset({"generate", "choose", "fill"})
-    pid: int = 0
-    """Of its process; 0 where it has none of its own."""
-
-    def run(self, task: Task) -> tuple[float, list[str]]:
-        """Seconds and answers of one run on empty caches."""
-        raise NotImplementedError
-
-    def close(self) -> None:
-        """End it."""
-        return
-
-    def __enter__(self) -> Peer:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    name: str
+    about: str
+    needs: tuple[str, ...]
+    ours: Callable[[Engine], tuple[float, list[str]]]
+    theirs: Callable[[Peer], tuple[float, list[str]]]
 
 
-class PlainPeer(Peer):
-    """Our own engine, asked with one request per generation and one per option, as clients of an API do."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self.settings = {"requests": "together", "cache": "on"}
-        self.versions = {"sgl": sgl.__version__}
-
-    def run(self, task: Task) -> tuple[float, list[str]]:
-        return timed_programs(self._engine, PlainBackend(self._engine), task)
+def task_job(task: Task) -> Job:
+    """A task as programs, and as calls."""
+    return Job(
+        task.name, task.about, task.needs, lambda engine: task.timed(engine, engine), lambda peer: peer.run(task)
+    )
 
 
-class LibraryPeer(Peer):
-    """A library in a process of its own, spoken to in lines of JSON.
+def workload_job(workload: Workload, seed: int, scale: float, model_path: str) -> Job:
+    """A workload as programs, and as plain requests to the peer."""
+    calls = workload.build(seed, scale, unit_of(model_path))
 
-    Args:
-        name: a key of `sgl.bench.program_drivers.DRIVERS`.
-        python: the interpreter that has it; ours otherwise.
+    def ours(engine: Engine) -> tuple[float, list[str]]:
+        engine.flush_cache()
+        return timed_waves(calls, engine), []
 
-    Raises:
-        BenchError: it does not start, or says something else than the protocol.
-    """
-
-    def __init__(self, name: str, cores: Sequence[int], folder: str, dtype: str, python: str | None = None) -> None:
-        self._name = name
-        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
-        package = str(Path(sgl.__file__).parent)
-        command = [python or sys.executable, "-P", launch.__file__, package, _DRIVERS]
-        self._process = subprocess.Popen(
-            [*command, name, ",".join(map(str, cores)), folder, dtype],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._log,
-            env={**environment.inherited(PYTHONPATH=""), **side_variables(len(cores))},
-        )
-        self.pid = self._process.pid
-        try:
-            hello = self._read()
-        except BenchError:
-            self.close()
-            raise
-        self.settings, self.versions = hello["settings"], hello["versions"]
-        self.can = frozenset(hello["can"])
-
-    def run(self, task: Task) -> tuple[float, list[str]]:
-        stdin = self._process.stdin
-        if stdin is None:
-            raise BenchError(f"peer {self._name} has no input")
-        try:
-            stdin.write(json.dumps({"task": task.name}).encode() + b"\n")
-            stdin.flush()
-        except BrokenPipeError:
-            pass  # it has ended: reading says so, with its last words
-        reply = self._read()
-        if "error" in reply:
-            raise BenchError(f"peer {self._name} failed at {task.name}: {reply['error'][:_QUOTED]}")
-        return float(reply["seconds"]), [str(answer) for answer in reply["answers"]]
-
-    def close(self) -> None:
-        if self._process.stdin is not None:
-            self._process.stdin.close()
-        try:
-            self._process.wait(10)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        if self._process.stdout is not None:
-            self._process.stdout.close()
-        self._log.close()
-
-    def _read(self) -> dict[str, Any]:
-        stdout = self._process.stdout
-        if stdout is None:
-            raise BenchError(f"peer {self._name} has no output")
-        ready, _, _ = select.select([stdout], [], [], _TIMEOUT_S)
-        line = stdout.readline() if ready else b""
-        try:
-            return dict(json.loads(line))
-        except ValueError:
-            self._log.seek(0)
-            said = " ".join(self._log.read().decode(errors="replace").strip().splitlines()[-1:])[-_QUOTED:]
-            what = "said nothing" if not ready else "ended, or broke the protocol"
-            raise BenchError(
-                f"peer {self._name} {what}: {said}",
-                hint=f"it needs {', '.join(PACKAGES[self._name])}; --peer-python names an interpreter that has them",
-            ) from None
-
-
-def timed_programs(engine: Engine, backend: Any, task: Task) -> tuple[float, list[str]]:
-    """Seconds and answers of a task's programs on an empty cache."""
-    engine.flush_cache()
-    start = time.perf_counter()
-    answers = task.by_programs(backend)
-    return time.perf_counter() - start, answers
+    return Job(workload.name, workload.stresses, NEEDS[workload.name], ours, lambda peer: (peer.run_calls(calls), []))
 
 
 def compare_peer(
@@ -210,16 +119,24 @@ def compare_peer(
     plan: PairPlan,
     fields: Mapping[str, Any],
     python: str | None = None,
+    workloads: Sequence[Workload] = (),
+    scale: float = 0.002,
+    max_turn_s: float = MAX_TURN_S,
+    mixed: bool = False,
     sampler: Sampler | None = None,
     progress: Callable[[str], None] = lambda what: None,
 ) -> PeerReport:
-    """Measure every task against a peer.
+    """Measure every task, or workload, against a peer.
 
     Args:
         name: one of `PEERS`.
-        tasks: names of `TASKS`; all of them by default.
+        tasks: names of `TASKS`; all of them by default, unless there are workloads.
         fields: of `EngineConfig`, for our side.
         python: the interpreter that has the peer.
+        workloads: to run instead, at this scale.
+        max_turn_s: tasks of which one run takes the peer longer are not measured.
+        mixed: the peer's form of the weights may differ from ours: our engine runs the file in the form that it
+            resolves, a peer that reads folders gets the same file expanded.
 
     Raises:
         ConfigError: an unknown peer or task, or a model that the peer cannot be given.
@@ -234,88 +151,119 @@ def compare_peer(
     threads = config.num_threads or cpu_count()
     cores = least_busy(os.sched_getaffinity(0), threads)
     given: dict[str, Any] = {**fields, "num_threads": threads}
+    path = dtype = ""
     if name != PLAIN:
-        given |= _same_weights(config.model_path, str(fields.get("dtype", "bfloat16")), progress)
+        path, dtype = _peer_weights(name, config.model_path, fields, progress)
+        if not mixed:
+            form = {"dtype": dtype} if dtype else {"quantization": fields.get("quantization", "gguf")}
+            given |= {"model_path": path, **form}
+    jobs = [task_job(TASKS[task]) for task in tasks or (() if workloads else TASKS)]
+    jobs += [workload_job(each, plan.seed, scale, config.model_path) for each in workloads]
     with Engine(**given) as engine:
-        info = engine.server_info()
-        dtype = str(info["resolved"]["dtype"])
+        resolved = engine.server_info()["resolved"]
         progress(f"starting {name}")
-        with _peer(name, engine, cores, given, dtype, python) as peer:
-            sides = (engine.worker_pid, peer.pid) if peer.pid else ()
-            sampler = ProcSampler(cores) if sampler is None else sampler
-            found = [_compare(TASKS[task], engine, peer, sampler, plan, sides, progress) for task in tasks or TASKS]
-            return _report(name, peer, found, engine, given, dtype, provenance(cores, side_variables(threads), ()))
+        other: Peer = PlainPeer(engine) if name == PLAIN else LibraryPeer(name, cores, path, dtype, python, engine)
+        with other as peer:
+            compare = _Compare(
+                engine, peer, ProcSampler(cores) if sampler is None else sampler, plan, max_turn_s, progress
+            )
+            found = tuple(compare(job) for job in jobs)
+            ratios = [each.result.ratio.median for each in found if each.result and each.result.ratio]
+            return PeerReport(
+                peer=name,
+                peer_settings=peer.settings,
+                peer_versions=peer.versions,
+                model=str(engine.server_info()["model"]),
+                dtype=str(resolved["dtype"]),
+                quantization=str(resolved["quantization"]),
+                peer_dtype=dtype,
+                mixed=mixed,
+                engine=given,
+                provenance=provenance(cores, side_variables(threads), ()),
+                tasks=found,
+                geometric_mean=math.exp(sum(map(math.log, ratios)) / len(ratios)) if ratios else None,
+                measured=len(ratios),
+            )
 
 
-def _same_weights(model_path: str, dtype: str, progress: Callable[[str], None]) -> dict[str, Any]:
-    """Fields with which our engine loads what the peer loads: a folder, made from the GGUF file where it is one."""
+def _peer_weights(
+    name: str, model_path: str, fields: Mapping[str, Any], progress: Callable[[str], None]
+) -> tuple[str, str]:
+    """What the peer loads, and its dtype: the GGUF file, whose blocks have their own (so ""), or a folder, made from
+    the GGUF file where it is one."""
     source = locate(model_path, offline=False)
     if source.path is None:
         raise ConfigError(f"a peer cannot load {model_path!r}", hint="name a model that has files", param="model_path")
+    if LIBRARIES[name].reads == "gguf":
+        if source.path.is_dir():
+            raise ConfigError(f"{name} reads GGUF files, not folders", hint="name one", param="model_path")
+        return str(source.path), ""
     folder = source.path if source.path.is_dir() else converted(source, progress)
-    return {"model_path": str(folder), "dtype": dtype}
+    return str(folder), str(fields.get("dtype", "bfloat16"))
 
 
-def _peer(
-    name: str, engine: Engine, cores: Sequence[int], given: Mapping[str, Any], dtype: str, python: str | None
-) -> Peer:
-    return PlainPeer(engine) if name == PLAIN else LibraryPeer(name, cores, str(given["model_path"]), dtype, python)
+class _Compare:
+    """Measures jobs on two sides."""
 
+    def __init__(
+        self,
+        engine: Engine,
+        peer: Peer,
+        sampler: Sampler,
+        plan: PairPlan,
+        max_turn_s: float,
+        progress: Callable[[str], None],
+    ) -> None:
+        self._engine = engine
+        self._peer = peer
+        self._sampler = sampler
+        self._plan = plan
+        self._max_turn_s = max_turn_s
+        self._progress = progress
 
-def _compare(
-    task: Task,
-    engine: Engine,
-    peer: Peer,
-    sampler: Sampler,
-    plan: PairPlan,
-    sides: Sequence[int],
-    progress: Callable[[str], None],
-) -> TaskComparison:
-    lacking = [method for method in task.needs if method not in peer.can]
-    if lacking:
-        return TaskComparison(task=task.name, about=task.about, why=f"the peer has no {', '.join(lacking)}")
-    progress(f"task {task.name}")
-    _, ours = timed_programs(engine, engine, task)
-    _, theirs = peer.run(task)
-    run = measure_pairs(
-        lambda number: {"wall": timed_programs(engine, engine, task)[0]},
-        lambda number: {"wall": peer.run(task)[0]},
-        sampler,
-        plan,
-        sides=sides,
-        progress=progress,
-    )
-    return TaskComparison(
-        task=task.name,
-        about=task.about,
-        ours=tuple(ours),
-        theirs=tuple(theirs),
-        equal=sum(one == other for one, other in zip(ours, theirs, strict=False)),
-        num_answers=len(ours),
-        result=summarise(run.pairs, "wall", plan.pairs),
-        pairs=run.pairs,
-    )
+    def __call__(self, job: Job) -> TaskComparison:
+        engine, peer = self._engine, self._peer
+        lacking = [ABILITIES[each] for each in job.needs if each not in peer.can]
+        if lacking:
+            return TaskComparison(task=job.name, about=job.about, why=f"the peer has no {', '.join(lacking)}")
+        self._progress(f"task {job.name}")
+        _, ours = job.ours(engine)
+        try:
+            tried, theirs = self._tried(job)
+        except BenchError as error:
+            return TaskComparison(task=job.name, about=job.about, why=error.message)
+        best = min(tried, key=tried.__getitem__)
+        found = TaskComparison(
+            task=job.name,
+            about=job.about,
+            cost=cost_of(engine, lambda: job.ours(engine)),
+            variant=best,
+            tried=tried,
+            ours=tuple(ours),
+            theirs=tuple(theirs),
+            equal=sum(one == other for one, other in zip(ours, theirs, strict=False)),
+            num_answers=len(ours),
+        )
+        if tried[best] > self._max_turn_s:
+            why = f"a run takes the peer {tried[best]:.0f} s, more than {self._max_turn_s:g}"
+            return msgspec.structs.replace(found, why=why)
+        peer.use(best)
+        run = measure_pairs(
+            lambda number: {"wall": job.ours(engine)[0]},
+            lambda number: {"wall": job.theirs(peer)[0]},
+            self._sampler,
+            self._plan,
+            sides=(engine.worker_pid, peer.pid) if peer.pid else (),
+            progress=self._progress,
+        )
+        return msgspec.structs.replace(found, result=summarise(run.pairs, "wall", self._plan.pairs), pairs=run.pairs)
 
-
-def _report(
-    name: str,
-    peer: Peer,
-    found: Sequence[TaskComparison],
-    engine: Engine,
-    given: Mapping[str, Any],
-    dtype: str,
-    record: Provenance,
-) -> PeerReport:
-    ratios = [each.result.ratio.median for each in found if each.result is not None and each.result.ratio is not None]
-    return PeerReport(
-        peer=name,
-        peer_settings=peer.settings,
-        peer_versions=peer.versions,
-        model=str(engine.server_info()["model"]),
-        dtype=dtype,
-        engine=dict(given),
-        provenance=record,
-        tasks=tuple(found),
-        geometric_mean=math.exp(sum(map(math.log, ratios)) / len(ratios)) if ratios else None,
-        measured=len(ratios),
-    )
+    def _tried(self, job: Job) -> tuple[dict[str, float], list[str]]:
+        """Seconds of a run by variant of the peer, after one that warms it up; the answers of the last."""
+        tried: dict[str, float] = {}
+        answers: list[str] = []
+        for variant in self._peer.variants:
+            self._peer.use(variant)
+            job.theirs(self._peer)
+            tried[variant], answers = job.theirs(self._peer)
+        return tried, answers

@@ -1,52 +1,32 @@
 """Six tasks that programs are written for, each in two forms: as a program of ours, and as calls to another library.
 
-Owns the texts, the programs, and the `Driver` that a library is spoken to through. Called by
-`sgl.bench.program_peers` (our form) and, in the peer's own process, by `sgl.bench.program_drivers` (the other one): so
-no torch here. Both forms ask for the same: the same prompts, options, schemas and budgets, greedily. A client of a
-library calls it with as many prompts at a time as its task allows, which is what `by_calls` does.
+Owns the texts and the programs. Called by `sgl.bench.program_peers` (our form) and, in the peer's own process, by
+`sgl.bench.program_drivers` (the other one, through a `Driver`): so no torch here. Both forms ask for the same: the same
+prompts, options, schemas and budgets, greedily. A client of a library calls it with as many prompts at a time as its
+task allows, which is what `by_calls` does.
 """
 
 from __future__ import annotations
 
 import json
-from abc import ABC, abstractmethod
+import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from sgl.bench.program_requests import Driver
+
 if TYPE_CHECKING:
     from sgl.lang.backend import Backend
-
-
-class Driver(ABC):
-    """A library that generates. What it cannot do it leaves unimplemented, and tasks that need it do not apply."""
-
-    settings: ClassVar[dict[str, str]]
-    """What was chosen for it, for the report."""
-
-    @abstractmethod
-    def generate(self, prompts: Sequence[str], max_tokens: int, stop: str) -> list[str]:
-        """Greedy continuations, up to `stop`, which is not part of them."""
-
-    @abstractmethod
-    def choose(self, prompts: Sequence[str], options: Sequence[str]) -> list[str]:
-        """For each prompt one of the options."""
-
-    def fill(self, prompts: Sequence[str], schema: str, max_tokens: int) -> list[str]:
-        """For each prompt a JSON text that is valid under the schema."""
-        raise NotImplementedError
-
-    def forget(self) -> None:
-        """Drop what is kept of earlier prompts. Not timed."""
-        return
+    from sgl.runtime.engine import Engine
 
 
 class Task(msgspec.Struct, frozen=True, kw_only=True):
     """One task.
 
     Attributes:
-        needs: methods of the driver beside `generate` and `choose`.
+        needs: of `sgl.bench.program_requests.ABILITIES`, what it takes of a peer.
         by_programs: run as programs of ours; the answers, in order.
         by_calls: the same through a driver.
     """
@@ -56,6 +36,13 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     needs: tuple[str, ...] = ()
     by_programs: Callable[[Any], list[str]]
     by_calls: Callable[[Driver], list[str]]
+
+    def timed(self, engine: Engine, backend: Backend) -> tuple[float, list[str]]:
+        """Seconds and answers of the programs on `backend`, with the cache of the engine behind it empty."""
+        engine.flush_cache()
+        start = time.perf_counter()
+        answers = self.by_programs(backend)
+        return time.perf_counter() - start, answers
 
 
 # --- the texts ------------------------------------------------------------------------------------------------------
@@ -120,7 +107,13 @@ Act: finish[France]
 ACTS = ["look up[", "finish["]
 MOST_ACTS = 3
 
-PLAN = "A small town has an empty market hall and wants people to use it again.\n"
+PLAN = """A small town has an empty school and wants people to use it again.
+An idea for children: A playground in the yard.
+For it: Families will come every day.
+Against it: It costs a lot of money.
+
+A small town has an empty market hall and wants people to use it again.
+"""
 WAYS = ["culture", "trade", "sport"]
 
 PAGES = [

@@ -233,19 +233,29 @@ class _Form:
     def seconds(self, number: int) -> dict[str, float]:
         """One run on an empty cache. Each run is the same, whatever its number."""
         self._engine.flush_cache()
-        start = time.perf_counter()
-        for wave in waves(self._calls):
-            with ThreadPoolExecutor(min(len(wave), self._together), thread_name_prefix="sgl-bench") as pool:
-                for _ in pool.map(lambda call: call.run(self._backend), wave):
-                    pass
-        return {"wall": time.perf_counter() - start}
+        return {"wall": timed_waves(self._calls, self._backend, self._together)}
 
     def tokens(self) -> FormTokens:
         """What one run costs."""
-        before = self._engine.stats()
-        self.seconds(0)
-        after = self._engine.stats()
-        return FormTokens(**{name: after[name] - before[name] for name in FormTokens.__struct_fields__})
+        return cost_of(self._engine, lambda: self.seconds(0))
+
+
+def timed_waves(calls: Sequence[Call], backend: Backend, together: int = _MOST_TOGETHER) -> float:
+    """Seconds of all calls, wave after wave, so many programs at a time."""
+    start = time.perf_counter()
+    for wave in waves(calls):
+        with ThreadPoolExecutor(min(len(wave), together), thread_name_prefix="sgl-bench") as pool:
+            for _ in pool.map(lambda call: call.run(backend), wave):
+                pass
+    return time.perf_counter() - start
+
+
+def cost_of(engine: Engine, run: Callable[[], object]) -> FormTokens:
+    """What `run` makes the engine do."""
+    before = engine.stats()
+    run()
+    after = engine.stats()
+    return FormTokens(**{name: after[name] - before[name] for name in FormTokens.__struct_fields__})
 
 
 def _compare(

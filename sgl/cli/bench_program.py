@@ -61,6 +61,10 @@ def program(
     patience: Annotated[
         float, typer.Option(min=0, help="Seconds to wait for a quiet machine before a pair.", rich_help_panel=WALL)
     ] = 10.0,
+    turn: Annotated[
+        float,
+        typer.Option(min=0.1, help="Seconds of a side's turn at least, by repeating runs.", rich_help_panel=WALL),
+    ] = 2.0,
     against: Annotated[
         list[str] | None,
         typer.Option(
@@ -73,7 +77,8 @@ def program(
         str | None,
         typer.Option(
             metavar="NAME",
-            help="Six tasks against plain requests (plain), transformers, outlines or guidance, in paired runs.",
+            help="Six tasks against plain requests (plain), transformers, outlines, guidance, llamacpp or vllm, in "
+            "paired runs.",
             rich_help_panel=PEER,
         ),
     ] = None,
@@ -85,6 +90,22 @@ def program(
         list[str] | None,
         typer.Option(metavar="NAME", help="Of these tasks; may repeat. [default: all]", rich_help_panel=PEER),
     ] = None,
+    workloads: Annotated[
+        bool,
+        typer.Option(
+            "--workloads", help="The 17 workloads instead, where they apply; --workload picks.", rich_help_panel=PEER
+        ),
+    ] = False,
+    max_turn: Annotated[
+        float,
+        typer.Option(min=0, help="Leave out what takes the peer more seconds than this.", rich_help_panel=PEER),
+    ] = 20.0,
+    mixed: Annotated[
+        bool,
+        typer.Option(
+            "--mixed", help="Each side keeps the model file in its own best form, as blocks here.", rich_help_panel=PEER
+        ),
+    ] = False,
     html: Annotated[
         str | None, typer.Option(metavar="FILE", help="Write a page with plots and raw JSON.", rich_help_panel=PEER)
     ] = None,
@@ -101,15 +122,26 @@ def program(
         from sgl.bench.program_page import peer_page
         from sgl.bench.program_peers import compare_peer
 
-        plan = PairPlan(pairs=pairs, attempts=attempts, seed=seed, patience_s=patience)
-        compared = compare_peer(peer, task or (), plan=plan, fields=engine, python=peer_python, progress=say)
+        plan = PairPlan(pairs=pairs, attempts=attempts, seed=seed, patience_s=patience, turn_s=turn)
+        compared = compare_peer(
+            peer,
+            task or (),
+            plan=plan,
+            fields=engine,
+            python=peer_python,
+            workloads=named(workload or []) if workloads or workload else (),
+            scale=scale,
+            max_turn_s=max_turn,
+            mixed=mixed,
+            progress=say,
+        )
         if html is not None:
             Path(html).write_text(peer_page(compared), encoding="utf-8")
             say(f"page: {html}")
         if output(compared, as_json, save):
             show_peer(compared)
         return
-    for flag, given in (("--peer-python", peer_python), ("--task", task), ("--html", html)):
+    for flag, given in (("--peer-python", peer_python), ("--task", task), ("--workloads", workloads), ("--html", html)):
         if given:
             raise ConfigError(f"{flag} belongs to --peer", hint="give --peer as well")
     chosen = named(workload or [])
@@ -119,7 +151,7 @@ def program(
 
         if policy:
             raise ConfigError("--policy belongs to --counters", hint="give --radix-eviction-policy with --wall")
-        plan = PairPlan(pairs=pairs, attempts=attempts, seed=seed, patience_s=patience)
+        plan = PairPlan(pairs=pairs, attempts=attempts, seed=seed, patience_s=patience, turn_s=turn)
         if against:
             timed = compare_engines(
                 chosen, settings(against, "against"), scale=scale, seed=seed, plan=plan, fields=engine, progress=say
@@ -150,7 +182,9 @@ def program(
 def show_peer(report: PeerReport) -> None:
     """Every task against the peer, then the geometric mean."""
     versions = ", ".join(f"{name} {version}" for name, version in report.peer_versions.items())
-    print(f"{report.peer} ({versions}), model {report.model}, {report.dtype}")
+    form = report.dtype if report.quantization == "none" else report.quantization
+    theirs = f", the peer's {report.peer_dtype} of the same file" if report.mixed and report.peer_dtype else ""
+    print(f"{report.peer} ({versions}), model {report.model}, {form}{theirs}")
     print(f"{report.provenance.cpu}, cores {' '.join(map(str, report.provenance.cores))}\n")
     rows = []
     for each in report.tasks:
@@ -158,11 +192,15 @@ def show_peer(report: PeerReport) -> None:
         times = (f"{ratio.a_s:.3f} s", f"{ratio.b_s:.3f} s") if ratio is not None else ("", "")
         clean = f"{result.clean} of {result.attempted}" if result is not None else ""
         verdict = result.verdict if result is not None else each.why
-        rows.append((each.task, verdict, *times, clean, f"{each.equal} of {each.num_answers}"))
-    show_table(("TASK", "RATIO", "SGL", "PEER", "CLEAN PAIRS", "EQUAL ANSWERS"), rows)
+        cost = (each.cost.prefill_tokens, each.cost.forwards) if each.cost is not None else ("", "")
+        equal = f"{each.equal} of {each.num_answers}" if each.num_answers else ""
+        rows.append((each.task, verdict, *times, clean, equal, *cost, each.variant))
+    show_table(
+        ("TASK", "RATIO", "SGL", "PEER", "CLEAN PAIRS", "EQUAL ANSWERS", "PREFILLED", "STEPS", "PEER RUNS"), rows
+    )
     mean = "not measured" if report.geometric_mean is None else f"{report.geometric_mean:.2f}x"
     print(f"\ngeometric mean {mean} ({report.measured} of {len(report.tasks)} tasks measured)")
-    print("ratio: time of the peer over time of the programs, median of the clean pairs")
+    print("ratio: time of the peer over time of the programs, median of the clean pairs; prefilled and steps are ours")
 
 
 def show_counters(report: CounterReport) -> None:

@@ -88,9 +88,12 @@ def main(path: str, folder: str) -> None:
         metadata={"format": "pt"},
     )
     tokenizer = checkpoint.tokenizer().save()
+    named = {each["id"]: each["content"] for each in json.loads(tokenizer.backend)["added_tokens"]}
     config = config_of(checkpoint.config)
     (target / "config.json").write_text(json.dumps({**config, "eos_token_id": list(tokenizer.eos_ids)}, indent=2))
     (target / "tokenizer.json").write_text(tokenizer.backend)
+    kind = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": named.get(next(iter(tokenizer.eos_ids), None))}
+    (target / "tokenizer_config.json").write_text(json.dumps(kind))
 
 
 if __name__ == "__main__":

@@ -137,27 +137,16 @@ class LlamaCppAdapter(Adapter):
     def _start(self) -> None:
         import xllamacpp
 
-        params = xllamacpp.CommonParams()
-        params.model.path = self._load.model_path
-        params.n_parallel = self._shape.slots
-        params.n_ctx = self._shape.slots * self._shape.slot_len
-        params.n_ubatch = int(self._chosen["ubatch"])
-        for cpu in (params.cpuparams, params.cpuparams_batch):
-            cpu.n_threads = self._load.num_threads
-        params.kv_unified = self._chosen["unified"] == "yes"
-        flash = xllamacpp.llama_flash_attn_type
-        params.flash_attn_type = (
-            flash.LLAMA_FLASH_ATTN_TYPE_ENABLED
-            if self._chosen["flash"] == "on"
-            else flash.LLAMA_FLASH_ATTN_TYPE_DISABLED
+        params = server_params(
+            self._load.model_path,
+            self._load.num_threads,
+            self._shape.slots,
+            self._shape.slot_len,
+            flash=self._chosen["flash"] == "on",
         )
-        params.load_mode = xllamacpp.llama_load_mode.LLAMA_LOAD_MODE_NONE
-        params.fit_params = False
+        params.n_ubatch = int(self._chosen["ubatch"])
+        params.kv_unified = self._chosen["unified"] == "yes"
         params.cache_ram_mib = 0  # no prompt is kept for later
-        params.ui = False
-        params.hostnames = ["127.0.0.1"]
-        params.port = 0
-        params.verbosity = -1
         self._server = xllamacpp.Server(params)
         self._connection = http.client.HTTPConnection(self._server.listening_address.removeprefix("http://"))
         self._wait_until_ready()
@@ -201,6 +190,27 @@ class LlamaCppAdapter(Adapter):
             ) from error
         finally:
             self._used_at = time.monotonic()
+
+
+def server_params(path: str, threads: int, slots: int, slot_len: int, *, flash: bool) -> Any:
+    """`xllamacpp.CommonParams` of a server with so many slots of so many tokens each."""
+    import xllamacpp
+
+    params = xllamacpp.CommonParams()
+    params.model.path = path
+    params.n_parallel = slots
+    params.n_ctx = slots * slot_len
+    for cpu in (params.cpuparams, params.cpuparams_batch):
+        cpu.n_threads = threads
+    kind = xllamacpp.llama_flash_attn_type
+    params.flash_attn_type = kind.LLAMA_FLASH_ATTN_TYPE_ENABLED if flash else kind.LLAMA_FLASH_ATTN_TYPE_DISABLED
+    params.load_mode = xllamacpp.llama_load_mode.LLAMA_LOAD_MODE_NONE
+    params.fit_params = False
+    params.ui = False
+    params.hostnames = ["127.0.0.1"]
+    params.port = 0
+    params.verbosity = -1
+    return params
 
 
 def _rows(told: Any) -> list[dict[str, Any]]:
