@@ -176,6 +176,16 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     speculative_draft_model_revision: Annotated[
         str | None, Meta(description="Branch, tag or commit of a draft model with a hub id.")
     ] = None
+    speculative_use_rejection_sampling: Annotated[
+        bool,
+        Meta(
+            description="Accept a draft model's tokens by rejection sampling, where a request has no seed of its own: "
+            "distributed as without drafts, more of them accepted, but not the same tokens."
+        ),
+    ] = False
+    speculative_use_block_verification: Annotated[
+        bool, Meta(description="The same for all tokens of a draft together, which accepts more of them.")
+    ] = False
     speculative_num_steps: Annotated[
         DraftSteps | None, Meta(description="Tokens guessed in a row; one less than speculative_num_draft_tokens.")
     ] = None

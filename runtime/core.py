@@ -310,14 +310,15 @@ class EngineCore:
         return touched
 
     def _take_device_time(self) -> float:
-        """Seconds from the end of the step before to the end of the one whose result is there, on its device; 0 where
-        nobody measures, or the engine rested in between."""
+        """Seconds from the end of the step before to the end of the one whose result is there, on its device, less what
+        it waited for a draft model; 0 where nobody measures."""
         if self._device_clock is None:
             return 0.0
         time = self._device_clock.take()
         self.stats.device_busy_s += time.busy_s
         self.stats.device_idle_s += time.idle_s
-        return time.busy_s + time.idle_s
+        drafter = self.scheduler.drafter
+        return time.busy_s if drafter is not None and drafter.has_model else time.busy_s + time.idle_s
 
     def _compute(self, plan: StepPlan, drawn: Any = None) -> Any:
         """The plan's logits."""

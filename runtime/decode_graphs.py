@@ -25,7 +25,7 @@ place."""
 VERIFIED_TOKENS = (2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 """Numbers of tokens for which steps of short chunks are recorded where drafts are verified."""
 VERIFIED_ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
-VERIFIED_WIDTHS = (4, 16)
+VERIFIED_WIDTHS = (4, 8, 16)
 """Tokens of a chunk at most: those of a step decide how its attention is cut."""
 MOST_VERIFIED = 48
 """Recorded verifications at most: others are launched kernel by kernel."""

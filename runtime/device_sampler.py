@@ -19,7 +19,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping, Sequence
 from itertools import islice
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 import numpy as np
@@ -32,7 +32,10 @@ from sgl.runtime.device_clock import DeviceClock
 from sgl.runtime.masks import MaskJob
 from sgl.runtime.plan import Pending, RowResult, StepPlan, StepResult
 from sgl.runtime.processors import BUILT_IN, LogitProcessor
-from sgl.runtime.sampler import GREEDY, NAN, Draw, Sampler, changes_logits, dead_end, process_row, uniform_of
+from sgl.runtime.sampler import GREEDY, NAN, Draw, Sampler, changes_logits, dead_end, judgement, process_row, uniform_of
+
+if TYPE_CHECKING:
+    from sgl.runtime.speculation.accept import Judgement
 
 
 class _Wanted(NamedTuple):
@@ -70,9 +73,12 @@ class DeviceSampler(Sampler):
         """Queue everything that `sample` does."""
         drawing: list[Draw] = []
         scoring: list[_Wanted] = []
+        judged: dict[int, list[int]] = {}  # rows of logits of chunks whose drafts are judged, by place in the plan
         first = num_masks = 0
-        for chunk in plan.chunks:
+        for place, chunk in enumerate(plan.chunks):
             offsets = chunk.logit_offsets
+            if chunk.proposed is not None:
+                judged[place] = [first + offsets.index(offset) for offset, _ in chunk.draws]
             scoring += [_Wanted(first + offsets.index(s.offset), s.token_ids, s.top) for s in chunk.scores]
             for offset, spec in chunk.draws:
                 has_mask = spec.matcher is not None
@@ -95,6 +101,8 @@ class DeviceSampler(Sampler):
             ]
             chosen = step.token_ids[_sent(step.described, logits.device)]
             step.logprobs = _Logprobs(logits[:, : self.vocab_size], wanted, chosen)
+        for place, rows in judged.items():
+            step.judgements[place] = judgement(plan.chunks[place], logits[rows, : self.vocab_size])
         if self._clock is not None:
             self._clock.mark()
         step.end()
@@ -241,6 +249,7 @@ class _Step:
         failures: rows that are unusable whatever was drawn, by place among the drawn ones.
         raw: of rows whose logits were changed: by place, where the largest of their own logits is found.
         described: places of the rows whose `logprobs` are wanted.
+        judgements: by place in the plan, of chunks whose drafts are accepted by rejection sampling.
     """
 
     token_ids: torch.Tensor
@@ -256,6 +265,7 @@ class _Step:
         self.described: list[int] = []
         self.logprobs: _Logprobs | None = None
         self.scores: _Logprobs | None = None
+        self.judgements: dict[int, Judgement] = {}
 
     def end(self) -> None:
         """Everything is queued."""
@@ -269,8 +279,10 @@ class _Step:
         drawn = iter(self._drawn())
         scored = iter(self.scores.read() if self.scores is not None else ())
         rows = []
-        for chunk in self.plan.chunks:
+        for place, chunk in enumerate(self.plan.chunks):
             results = [each.result() for each in islice(drawn, len(chunk.draws))]
+            if place in self.judgements:
+                results = self.judgements[place].results(results)
             row = results[0] if results else RowResult(sequence=0)
             failed = row.failed
             found = [next(scored) for _ in chunk.scores]

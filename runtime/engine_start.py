@@ -234,6 +234,7 @@ def _load_draft_model(
         num_slots=num_slots,
         context_len=own.context_len,
         chunk=own.chunked_prefill_size,
+        by_distribution=resolved.speculation is not None and resolved.speculation.accept != "drawn",
         device_clock=clock,
     )
 

@@ -224,7 +224,7 @@ class ModelRunner:
                 model,
                 self.cache,
                 max_rows=resolved.cuda_graph_max_bs_decode,
-                max_drawn=resolved.max_running_requests + 1,
+                max_drawn=resolved.max_running_requests + 1 + resolved.max_drafts,
                 spare_slot=resolved.num_pages * resolved.page_size,
                 device=self.device,
                 clock=device_clock or DeviceClock(),

@@ -64,6 +64,13 @@ class ScoreSpec(msgspec.Struct, frozen=True, kw_only=True):
     top: int = 0
 
 
+class Proposed(NamedTuple):
+    """Distributions that drafts were drawn from, a float64 `[V]` for each; judged by block or token by token."""
+
+    rows: tuple[Any, ...]
+    by_block: bool
+
+
 class Chunk(msgspec.Struct, frozen=True, kw_only=True):
     """Consecutive tokens of one sequence to compute in this step.
 
@@ -79,6 +86,8 @@ class Chunk(msgspec.Struct, frozen=True, kw_only=True):
         checks: what to draw after each of the first drafts. Drafts behind those are guesses of what stands after the
             end of the generation.
         num_ahead: logits are wanted after the last so many drafts, too, for whoever goes on there.
+        proposed: where the first drafts were drawn from, if they are to be accepted by rejection sampling: then results
+            are those of its verdict.
         parents: of drafts that are a tree, which of them each one continues (-1: the known tokens), parents first. They
             lie one after another all the same, as if at positions one after another. Empty for a chain.
     """
@@ -94,6 +103,7 @@ class Chunk(msgspec.Struct, frozen=True, kw_only=True):
     checks: tuple[SampleSpec, ...] = ()
     num_ahead: int = 0
     parents: tuple[int, ...] = ()
+    proposed: Proposed | None = None
 
     @property
     def end(self) -> int:

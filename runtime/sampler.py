@@ -17,7 +17,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
-from typing import Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import msgspec
 import torch
@@ -30,6 +30,9 @@ from sgl.lang.graph import Sampling
 from sgl.runtime.masks import MaskFiller, MaskJob
 from sgl.runtime.plan import Chunk, Done, Pending, RowResult, SampleSpec, StepPlan, StepResult
 from sgl.runtime.processors import BUILT_IN, LogitProcessor
+
+if TYPE_CHECKING:
+    from sgl.runtime.speculation.accept import Judgement
 
 _Pairs: TypeAlias = tuple[tuple[int, float], ...]
 NAN = ("invalid_logits", "the model returned NaN or no finite logit for this row")
@@ -89,6 +92,10 @@ class Sampler:
         for chunk, offsets, block in blocks:
             row = next(drawn) if chunk.sample is not None else RowResult(sequence=chunk.sequence)
             more = tuple(islice(drawn, len(chunk.checks)))
+            if chunk.proposed is not None:
+                places = [offsets.index(offset) for offset, _ in chunk.draws]
+                row, *rest = judgement(chunk, block[places, : self.vocab_size]).results((row, *more))
+                more = tuple(rest)
             scores, tops, failed = self._score(chunk, offsets, block)
             rows.append(
                 msgspec.structs.replace(
@@ -108,7 +115,7 @@ class Sampler:
             return tuple(() for _ in chunk.scores), (), NAN
         logprobs = torch.log_softmax(wanted, dim=-1)
         values = tuple(tuple(logprobs[i, list(s.token_ids)].tolist()) for i, s in enumerate(chunk.scores))
-        tops = tuple(_top(logprobs[i], s.top) for i, s in enumerate(chunk.scores))
+        tops = tuple(top_of(logprobs[i], s.top) for i, s in enumerate(chunk.scores))
         return values, tops if any(tops) else (), None
 
     def _draw(self, logits: torch.Tensor, drawing: list[Draw], masks: MaskJob | None) -> list[RowResult]:
@@ -190,7 +197,7 @@ class Sampler:
             sequence=0,
             token_id=token,
             logprob=float(logprobs[token]),
-            top=_top(logprobs, sampling.top_logprobs_num),
+            top=top_of(logprobs, sampling.top_logprobs_num),
             given=tuple(zip(ids, logprobs[list(ids)].tolist(), strict=True)) if ids else (),
         )
 
@@ -208,10 +215,15 @@ class Sampler:
         if name is not None:
             processor = self.processors[name]  # admission has seen to it that there is one
             failed = process_row(row, name, lambda row: processor(row, tuple(spec.output_ids), spec.processor_params))
-        blocked = [token for token in spec.blocked_ids if token < len(row)]
-        if blocked:
-            row[blocked] = -torch.inf
+        _block(row, spec)
         return failed
+
+
+def judgement(chunk: Chunk, logits_DV: torch.Tensor) -> Judgement:
+    """See `Judgement`, which is needed where drafts are drawn from distributions only."""
+    from sgl.runtime.speculation.accept import Judgement
+
+    return Judgement(chunk, logits_DV)
 
 
 def dead_end(draw: Draw, masks: MaskJob | None) -> tuple[str, str]:
@@ -237,7 +249,7 @@ def changes_logits(spec: SampleSpec) -> bool:
     return bool(penalized or sampling.logit_bias or sampling.custom_logit_processor is not None or spec.blocked_ids)
 
 
-def _top(logprobs: torch.Tensor, num: int) -> _Pairs:
+def top_of(logprobs: torch.Tensor, num: int) -> _Pairs:
     """The `num` most probable ids of one row, with their log-probabilities."""
     if not num:
         return ()
@@ -258,6 +270,13 @@ def _penalize(row: torch.Tensor, spec: SampleSpec) -> None:
     if sampling.logit_bias:
         biased, bias = zip(*sampling.logit_bias, strict=True)
         row[list(biased)] += torch.tensor(bias, dtype=row.dtype, device=row.device)
+
+
+def _block(row: torch.Tensor, spec: SampleSpec) -> None:
+    """Make what may not come now impossible, in place. `row` is `[V]`."""
+    blocked = [token for token in spec.blocked_ids if token < len(row)]
+    if blocked:
+        row[blocked] = -torch.inf
 
 
 def process_row(row: torch.Tensor, name: str, processor: Callable[[torch.Tensor], Any]) -> tuple[str, str] | None:
@@ -334,6 +353,14 @@ def _pick_kept(
     probs: torch.Tensor, ids: torch.Tensor, vocab_size: int, uniform: torch.Tensor, settings: Sequence[Sampling]
 ) -> tuple[list[int], list[bool]]:
     """Cut sorted rows `[G, C]` and pick from what is left; and of each row whether no token that is missing counts."""
+    keep = _kept(probs, vocab_size, settings)
+    # A token as probable as the last one that is here may have been left out in its favour.
+    decided = (probs.shape[-1] == vocab_size) | ~(keep & (probs <= probs[:, -1:])).any(dim=-1)
+    return ids.gather(-1, _pick(probs * keep, uniform)).flatten().tolist(), decided.tolist()
+
+
+def _kept(probs: torch.Tensor, vocab_size: int, settings: Sequence[Sampling]) -> torch.Tensor:
+    """Which columns of sorted rows `[G, C]` can be drawn."""
     before = probs.cumsum(dim=-1) - probs
     top_p = _column([each.top_p if each.top_p < 1.0 else 2.0 for each in settings], probs)  # 2 cuts nothing
     top_k = _column([each.top_k if each.top_k > 0 else vocab_size for each in settings], probs)
@@ -341,9 +368,22 @@ def _pick_kept(
     keep = (before < top_p) & (probs >= min_p * probs[:, :1])
     keep &= (torch.arange(probs.shape[-1], device=probs.device) < top_k) & (probs > 0)
     keep[:, 0] = True
-    # A token as probable as the last one that is here may have been left out in its favour.
-    decided = (probs.shape[-1] == vocab_size) | ~(keep & (probs <= probs[:, -1:])).any(dim=-1)
-    return ids.gather(-1, _pick(probs * keep, uniform)).flatten().tolist(), decided.tolist()
+    return keep
+
+
+def distributions(logits: torch.Tensor, specs: Sequence[SampleSpec]) -> torch.Tensor:
+    """What rows `[G, V]` are drawn from, float64, where neither a constraint nor a processor has a say."""
+    adjusted = logits.clone()
+    for row, spec in zip(adjusted, specs, strict=True):
+        _penalize(row, spec)
+        _block(row, spec)
+    settings = [spec.sampling for spec in specs]
+    probs = torch.softmax(adjusted.double() / _column([each.temperature for each in settings], logits), dim=-1)
+    if not any(map(_is_cut, settings)):
+        return probs
+    ranked, ids = probs.sort(dim=-1, descending=True, stable=True)
+    ranked *= _kept(ranked, logits.shape[-1], settings)
+    return torch.zeros_like(probs).scatter_(-1, ids, ranked / ranked.sum(dim=-1, keepdim=True))
 
 
 def _pick(probs: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:

@@ -326,7 +326,8 @@ class Scheduler:
         request = flight.requests.get(chunk.sequence)
         if request is None:
             sample = _ANY if chunk.sample is not None else None
-            return msgspec.structs.replace(chunk, sequence=NOBODY, sample=sample, checks=(_ANY,) * len(chunk.checks))
+            checks = (_ANY,) * len(chunk.checks)
+            return msgspec.structs.replace(chunk, sequence=NOBODY, sample=sample, checks=checks, proposed=None)
         if chunk.follows is None or request.generation is None:
             return chunk
         return Chunk(
@@ -599,6 +600,7 @@ class Scheduler:
                 checks=draft.checks,
                 num_ahead=draft.num_ahead,
                 parents=draft.parents,
+                proposed=draft.proposed,
             )
             left -= num_drafts
 

@@ -85,6 +85,7 @@ def goes_on(request: Request, generation: Sampled, tail: Tail) -> tuple[Chunk, l
         num_drafts=len(drafts),
         checks=tuple(generation.spec(drafts[: i + 1]) for i in range(num_checks)),
         num_ahead=num_ahead,
+        proposed=None,
     )
     return chunk, [tail.rows[offsets.index(place + offset)] for offset in chunk.logit_offsets]
 

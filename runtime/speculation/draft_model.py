@@ -3,7 +3,8 @@
 Owns the draft model's keys and values and which tokens they belong to, per sequence; nobody shares them. Its rows draw
 with the generation's own (seed, position): the same uniform number picks from both models' distributions, so that a
 sampled draft is what the engine's model would draw as often as their distributions let it (inverse-CDF coupling), and
-the exact verification of `verify.py` holds. Rows are computed together, one forward per draft.
+the exact verification of `verify.py` holds. With `by_distribution`, drafts of rows that allow it are drawn by numbers
+of their own, and go with their distributions (`accept.py`). Rows are computed together, one forward per draft.
 
 When its slots run short, sequences that were not asked for longest lose theirs, and are computed again when needed.
 """
@@ -20,11 +21,15 @@ import numpy as np
 
 from sgl.errors import ConfigError
 from sgl.runtime.plan import Chunk, StepPlan, StepResult
+from sgl.runtime.sampler import distributions
 from sgl.runtime.sequence import Request, Sampled
+from sgl.runtime.speculation.accept import draw, is_judged
 from sgl.runtime.speculation.ngram import common_length
 from sgl.runtime.speculation.proposer import NOTHING, Proposal
 
 if TYPE_CHECKING:
+    import torch
+
     from sgl.runtime.device_clock import DeviceClock
     from sgl.runtime.text.tokenizer import Tokenizer
 
@@ -36,6 +41,8 @@ class _Runner(Protocol):
 
 
 class _Sampler(Protocol):
+    vocab_size: int
+
     def sample(self, plan: StepPlan, logits: Any) -> StepResult: ...
 
 
@@ -59,6 +66,7 @@ class DraftModel:
         runner, sampler: the draft model, with a pool of `num_slots` pages of one token.
         context_len: of the draft model; longer sequences get no drafts.
         chunk: tokens of a forward at most.
+        by_distribution: whether drafts are to be accepted by rejection sampling.
         clock: seconds.
         device_clock: times the forwards on a GPU; nobody else reads it.
     """
@@ -71,6 +79,7 @@ class DraftModel:
         num_slots: int,
         context_len: int,
         chunk: int,
+        by_distribution: bool = False,
         clock: Callable[[], float] = time.monotonic,
         device_clock: DeviceClock | None = None,
     ) -> None:
@@ -79,15 +88,18 @@ class DraftModel:
         self._free = list(range(num_slots))
         self._context_len = context_len
         self._chunk = chunk
+        self._by_distribution = by_distribution
         self._clock = clock
         self._device_clock = device_clock
         self._rows: OrderedDict[int, _Row] = OrderedDict()  # by sequence; the one asked for last at the end
         self._drafts: dict[int, list[int]] = {}
+        self._drawn_from: dict[int, list[torch.Tensor]] = {}
         self.seconds = 0.0
 
     def prepare(self, rows: Sequence[tuple[Request, Sampled]], num_drafts: int) -> None:
         """Compute up to `num_drafts` drafts for each of `rows`, all together."""
         self._drafts.clear()
+        self._drawn_from.clear()
         chosen: list[tuple[Request, Sampled, _Row]] = []
         for request, generation in rows:
             length = len(request.sequence) + num_drafts
@@ -99,7 +111,9 @@ class DraftModel:
     def propose(self, request: Request, drafts: Sequence[int], room: int) -> Proposal:
         """See `Proposer.propose`: what was prepared."""
         prepared = self._drafts.get(request.sequence.id)
-        return NOTHING if drafts or not prepared else Proposal(prepared[:room], "model")
+        if drafts or not prepared:
+            return NOTHING
+        return Proposal(prepared[:room], "model", drawn_from=self._drawn_from.get(request.sequence.id, [])[:room])
 
     def branches(self, request: Request, room: int) -> Sequence[Proposal]:
         """See `Proposer.branches`: it decodes one text."""
@@ -137,7 +151,7 @@ class DraftModel:
             token_ids = request.sequence.token_ids
             while len(token_ids) - len(row.token_ids) > most:
                 end = min(len(token_ids) - 1, len(row.token_ids) + self._chunk)
-                self._forward([_chunk(request, row, token_ids[:end], None, ())])
+                self._forward([_chunk(request, row, token_ids[:end], None, ())], 0)
                 row.token_ids = token_ids[:end]
         for place in range(num_drafts):
             chunks = []
@@ -145,20 +159,35 @@ class DraftModel:
                 drafts = self._drafts[request.sequence.id]
                 chunks.append(_chunk(request, row, [*request.sequence.token_ids, *drafts], generation, drafts))
             begun = self._clock()
-            drawn = self._forward(chunks)
+            drawn = self._forward(chunks, place, [self._by_distribution and is_judged(each) for _, each, _ in rows])
             if place:
                 self.seconds += _NEW * (self._clock() - begun - self.seconds) if self.seconds else self._clock() - begun
             for (request, _, row), chunk, token_id in zip(rows, chunks, drawn, strict=True):
                 row.token_ids += chunk.token_ids
                 self._drafts[request.sequence.id].append(token_id)
 
-    def _forward(self, chunks: Sequence[Chunk]) -> list[int]:
-        """The tokens that the chunks draw; of a row that is unusable, 0, which is as good a guess as any."""
+    def _forward(self, chunks: Sequence[Chunk], place: int, judged: Sequence[bool] = ()) -> list[int]:
+        """The tokens that the chunks draw, the drafts at `place`; of a row that is unusable, any.
+
+        Args:
+            judged: by chunk, whether its draft goes with its distribution.
+        """
         plan = StepPlan(chunks=tuple(chunks))
-        rows = self._sampler.sample(plan, self._runner.forward(plan)).rows
+        logits = self._runner.forward(plan)
+        chosen = [i for i, is_judged in enumerate(judged) if is_judged]
+        if chosen:
+            specs = [chunks[i].draws[0][1] for i in chosen]
+            q_RV = distributions(logits[chosen, : self._sampler.vocab_size], specs)
+            q_RV[q_RV.isnan().any(dim=-1)] = 1 / q_RV.shape[1]
+            picked = dict(zip(chosen, draw(q_RV, specs, [place] * len(chosen)), strict=True))
+            for i, q_V in zip(chosen, q_RV, strict=True):
+                self._drawn_from.setdefault(chunks[i].sequence, []).append(q_V)
+            if len(chosen) == len(chunks):
+                return [picked[i] for i in chosen]
+        tokens = [row.token_id or 0 for row in self._sampler.sample(plan, logits).rows]
         if self._device_clock is not None:
             self._device_clock.take()  # its events are used again
-        return [row.token_id or 0 for row in rows]
+        return tokens if not chosen else [picked.get(i, token) for i, token in enumerate(tokens)]
 
 
 def _chunk(

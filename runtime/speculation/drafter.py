@@ -12,10 +12,10 @@ appended without a draw. A draft that the constraint refuses ends the chain: it 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from sgl.grammars.matcher import StopReason
-from sgl.runtime.plan import SampleSpec, StepPlan
+from sgl.runtime.plan import Proposed, SampleSpec, StepPlan
 from sgl.runtime.sequence import Request, Sampled
 from sgl.runtime.speculation.control import AdaptiveParams, AdaptiveSteps, StepCosts, Trust
 from sgl.runtime.speculation.draft_model import DraftModel
@@ -26,8 +26,8 @@ from sgl.runtime.speculation.tree import BRANCH, Layout, Sent, Tree, bounded
 _OWN = 0.15
 """Weight of a request's newest draft in what it makes of everyone's trust."""
 _FADES = 0.98
-_PATIENCE, _PAUSE = 4, 16
-"""Steps without a guess after which a row of overlapping steps goes on unasked, and for how many."""
+_PATIENCE, _PAUSE, _LONGEST_WAIT = 4, 16, 64
+"""Steps without a guess after which a row of overlapping steps goes on unasked, for how many at first and at most."""
 _LONGEST_LITERAL = 32
 """Tokens of program text that are drafted behind a generation; a longer one is a prefill of its own."""
 _FIRST_PAUSE, _LONGEST_PAUSE, _PROBE, _LOW_BAR = 32, 512, 2, 0.4
@@ -41,12 +41,13 @@ _BRANCHES_BELOW = 0.4
 
 
 class Draft(NamedTuple):
-    """Guesses behind the known tokens of a row; `checks`, `num_ahead` and `parents` as in `Chunk`."""
+    """Guesses behind the known tokens of a row; `checks`, `num_ahead`, `parents` and `proposed` as in `Chunk`."""
 
     token_ids: tuple[int, ...]
     checks: tuple[SampleSpec, ...] = ()
     num_ahead: int = 0
     parents: tuple[int, ...] = ()
+    proposed: Proposed | None = None
 
 
 NO_DRAFT = Draft(())
@@ -54,15 +55,16 @@ NO_DRAFT = Draft(())
 
 class _Memory:
     """What is remembered of one request: the drafts under way (`parents` as in `Chunk`), how much better they are than
-    everyone's, and for how many steps there were none."""
+    everyone's, for how many steps there were none, and for how many it is not asked then."""
 
-    __slots__ = ("better", "num_empty", "parents", "sent")
+    __slots__ = ("better", "num_empty", "parents", "pause", "sent")
 
     def __init__(self) -> None:
         self.sent: list[Sent] = []
         self.parents: tuple[int, ...] = ()
         self.better = 0.0
         self.num_empty = 0
+        self.pause = _PAUSE
 
 
 class Drafter:
@@ -76,6 +78,7 @@ class Drafter:
         most: drafts of a row; `most_of_step`: of all rows of a step.
         adaptive: how long chains may get by batch size; `None` tries `most` always, whatever it costs.
         slope: see `StepCosts`.
+        by_block: whether drafts that were drawn from distributions are judged by block, or one by one.
     """
 
     def __init__(
@@ -86,6 +89,7 @@ class Drafter:
         most_of_step: int,
         adaptive: AdaptiveParams | None = None,
         slope: float = 0.1,
+        by_block: bool = False,
     ) -> None:
         self.proposers = tuple(proposers)
         self._model = next((proposer for proposer in proposers if isinstance(proposer, DraftModel)), None)
@@ -93,6 +97,7 @@ class Drafter:
         self.trust = Trust()
         self._most = most
         self._most_of_step = most_of_step
+        self._by_block = by_block
         self.most_of_row = most + _LONGEST_LITERAL
         self._steps = AdaptiveSteps(adaptive) if adaptive is not None else None
         self._endings = Endings()
@@ -106,6 +111,11 @@ class Drafter:
         self._num_drafted = 0  # in the step that is planned
         self._verified: list[int] = []  # accepted drafts of the rows of this step
         self._gain = 0.0  # accepted drafts per row and step, lately
+
+    @property
+    def has_model(self) -> bool:
+        """Whether guessing itself takes the device's time, which is counted apart."""
+        return self._model is not None
 
     def begin_step(self, num_rows: int) -> None:
         """A step is planned in which about `num_rows` rows decode."""
@@ -155,9 +165,10 @@ class Drafter:
         if memory.num_empty < _PATIENCE:
             return True
         memory.num_empty += 1
-        if memory.num_empty < _PATIENCE + _PAUSE:
+        if memory.num_empty < _PATIENCE + memory.pause:
             return False
         memory.num_empty = _PATIENCE - 1
+        memory.pause = min(2 * memory.pause, _LONGEST_WAIT)
         return True
 
     def prepare(self, rows: Sequence[tuple[Request, Sampled]]) -> None:
@@ -201,13 +212,19 @@ class Drafter:
             memory.better *= _FADES
             memory.num_empty += 1
             return NO_DRAFT
-        memory.num_empty = 0
+        memory.num_empty, memory.pause = 0, _PAUSE
         self._left -= len(own) + len(ahead)
         self._num_drafted += len(own) + len(ahead)
         if memory.parents:
             return Draft(own, _tree_checks(generation, own, memory.parents), parents=memory.parents)
         checks = tuple(generation.spec(own[: i + 1]) for i in range(min(len(own), generation.num_left - 1)))
-        return Draft((*own, *ahead), checks, max(0, len(ahead) - len(literal) + 1) if ahead else 0)
+        drawn_from = chain.drawn_from[: len(own)]
+        return Draft(
+            (*own, *ahead),
+            checks,
+            max(0, len(ahead) - len(literal) + 1) if ahead else 0,
+            proposed=Proposed(tuple(drawn_from), self._by_block) if drawn_from else None,
+        )
 
     def _grown(self, request: Request, generation: Sampled, chain: _Chain, room: int) -> Layout | None:
         """The chain with branches, where such pay and somebody has some; each of its drafts is checked."""
@@ -298,6 +315,7 @@ class _Chain:
     def __init__(self, generation: Sampled, most: int, bar: float, trust: Trust, better: float) -> None:
         self.token_ids: list[int] = []
         self.sent: list[Sent] = []
+        self.drawn_from: list[Any] = []  # of the first drafts
         self.is_over = False
         self._generation = generation
         self._matcher = generation.matcher
@@ -315,6 +333,7 @@ class _Chain:
 
     def extend(self, proposal: Proposal) -> None:
         """Take of a proposal what is likely enough, and what the constraint forces behind it."""
+        self.drawn_from += proposal.drawn_from
         for i, token_id in enumerate(proposal.token_ids):
             if not self._push(token_id, proposal.source, proposal.strength + i):
                 self.is_over = True
@@ -329,7 +348,8 @@ class _Chain:
 
     def _push(self, token_id: int, source: str, strength: int) -> bool:
         chance = bounded(self._trust.of(source, strength) + (self._better if source != "forced" else 0.0))
-        if self._generation.ends_with(token_id) and not self._generation.sampling.no_stop_trim:
+        is_end = self._generation.ends_with(token_id) and not self._generation.sampling.no_stop_trim
+        if is_end and not self.drawn_from:
             self._end = chance
             return False
         if not self.room or self._chance * chance <= self._bar:
@@ -339,7 +359,7 @@ class _Chain:
         self._chance *= chance
         self.token_ids.append(token_id)
         self.sent.append(Sent(source, strength, chance))
-        if len(self.token_ids) == self._generation.num_left or self._is_complete():
+        if is_end or len(self.token_ids) == self._generation.num_left or self._is_complete():
             self._end = 1.0
             self.is_over = True
         return True

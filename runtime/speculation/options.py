@@ -18,6 +18,7 @@ from sgl.runtime.speculation.control import AdaptiveParams, adaptive_params
 if TYPE_CHECKING:
     from sgl.runtime.config import EngineConfig
 
+Accept = Literal["drawn", "token", "block"]
 Algorithm = Literal["NONE", "NGRAM", "STANDALONE"]
 MatchType = Literal["BFS", "PROB"]
 """Of places that match equally well: the latest, or what most of them go on with."""
@@ -42,6 +43,7 @@ class Speculation(msgspec.Struct, frozen=True, kw_only=True):
         ngram_max_trie_depth, ngram_match_type, ngram_capacity, ngram_external_corpus_path, ngram_max_bfs_breadth: of
             `NgramProposer`.
         draft_model_path, draft_model_revision: of `DraftModel`.
+        accept: how drafts of a draft model are accepted: if they are what is `drawn`, or by rejection sampling.
     """
 
     algorithm: Algorithm
@@ -55,6 +57,7 @@ class Speculation(msgspec.Struct, frozen=True, kw_only=True):
     ngram_external_corpus_path: str | None = None
     draft_model_path: str | None = None
     draft_model_revision: str | None = None
+    accept: Accept = "drawn"
 
     @property
     def most_drafts(self) -> int:
@@ -103,6 +106,7 @@ def resolve_speculation(config: EngineConfig) -> Speculation | None:
         ngram_external_corpus_path=config.speculative_ngram_external_corpus_path,
         draft_model_path=config.speculative_draft_model_path,
         draft_model_revision=config.speculative_draft_model_revision,
+        accept=_accept(config),
     )
 
 
@@ -113,7 +117,7 @@ def draft_slots(context_len: int) -> int:
 
 def _check_algorithm(config: EngineConfig, algorithm: Algorithm) -> None:
     """Refuse options of another algorithm."""
-    others = "speculative_draft_" if algorithm == "NGRAM" else "speculative_ngram_"
+    others = ("speculative_draft_", "speculative_use_") if algorithm == "NGRAM" else ("speculative_ngram_",)
     wrong = next((name for name in _fields(config) if name.startswith(others)), None)
     if wrong is not None:
         other = "STANDALONE" if algorithm == "NGRAM" else "NGRAM"
@@ -128,6 +132,18 @@ def _check_algorithm(config: EngineConfig, algorithm: Algorithm) -> None:
             hint="set speculative_draft_model_path to a smaller model with the same tokenizer",
             param="speculative_draft_model_path",
         )
+
+
+def _accept(config: EngineConfig) -> Accept:
+    """By which rule drafts of a draft model are accepted."""
+    by_token, by_block = config.speculative_use_rejection_sampling, config.speculative_use_block_verification
+    if by_token and by_block:
+        raise ConfigError(
+            "speculative_use_rejection_sampling and speculative_use_block_verification are both on",
+            hint="leave speculative_use_rejection_sampling out: block verification is rejection sampling, too",
+            param="speculative_use_rejection_sampling",
+        )
+    return "block" if by_block else "token" if by_token else "drawn"
 
 
 def _num_draft_tokens(config: EngineConfig, algorithm: Algorithm) -> int:

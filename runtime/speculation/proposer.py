@@ -8,7 +8,7 @@ they must be fast: microseconds for one row.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from sgl.runtime.sequence import Request, Sampled
 
@@ -20,11 +20,14 @@ class Proposal(NamedTuple):
         token_ids: what comes next, in order.
         source: who says so; accepted and refused drafts are counted by it.
         strength: how much speaks for it, as a small number. What it is worth is learned, by source and strength.
+        drawn_from: a float64 `[V]` for each token where it was drawn so, and is to be accepted by rejection sampling.
+            Then what is sent of the guess must not depend on what the tokens are.
     """
 
     token_ids: Sequence[int]
     source: str
     strength: int = 0
+    drawn_from: Sequence[Any] = ()
 
 
 NOTHING = Proposal((), "")

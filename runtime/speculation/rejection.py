@@ -1,8 +1,9 @@
 """Verification of drafts that were drawn from a distribution: rejection sampling, by token and by block.
 
-Owns two pure functions over probabilities. A proposer of point guesses needs neither: there the verifier draws as ever,
-from its own (seed, position), and a guess counts if it is what was drawn. A draft model that draws is better served by
-them: a draft is accepted with the chance min(1, p / q), more often than two independent draws agree.
+Owns two pure functions over probabilities, called by `accept.py`. A proposer of point guesses needs neither: there the
+verifier draws as ever, from its own (seed, position), and a guess counts if it is what was drawn. A draft model that
+draws is better served by them: a draft is accepted with the chance min(1, p / q), which no rule that keeps the
+verifier's distribution surpasses for a single draft.
 
 * By token (Leviathan et al. 2023, Chen et al. 2023): drafts are accepted one by one until the first that is not; in
   its place a token is drawn from what `p` has more than `q`.
@@ -48,8 +49,8 @@ def by_token(drafts: Sequence[int], q_KV: torch.Tensor, p_KV: torch.Tensor, unif
             left = (p_KV[place] - q_KV[place]).clamp(min=0)
             # One number decides and draws: given the refusal, what is left of it is uniform again.
             ratio = float(p_KV[place, draft]) / float(q_KV[place, draft])
-            return Verdict(place, _pick(left, (uniforms[place] - ratio) / (1 - ratio)))
-    return Verdict(len(drafts), _pick(p_KV[len(drafts)], uniforms[len(drafts)]))
+            return Verdict(place, pick(left, (uniforms[place] - ratio) / (1 - ratio)))
+    return Verdict(len(drafts), pick(p_KV[len(drafts)], uniforms[len(drafts)]))
 
 
 def by_block(drafts: Sequence[int], q_KV: torch.Tensor, p_KV: torch.Tensor, uniforms: Sequence[float]) -> Verdict:
@@ -69,10 +70,10 @@ def by_block(drafts: Sequence[int], q_KV: torch.Tensor, p_KV: torch.Tensor, unif
             num_accepted, left_over = place + 1, missing
     if num_accepted == 0 and len(drafts):
         left_over = left_over.clamp(min=0)
-    return Verdict(num_accepted, _pick(left_over, uniforms[len(drafts)]))
+    return Verdict(num_accepted, pick(left_over, uniforms[len(drafts)]))
 
 
-def _pick(mass_V: torch.Tensor, uniform: float) -> int:
+def pick(mass_V: torch.Tensor, uniform: float) -> int:
     """The token where the running sum of `mass_V`, which need not sum to 1, passes the share `uniform`."""
     sums = mass_V.double().cumsum(dim=-1)
     place = int(torch.searchsorted(sums, uniform * float(sums[-1]), right=True))

@@ -53,6 +53,7 @@ def make_drafter(config: ResolvedConfig, tokenizer: Tokenizer, model: DraftModel
         most_of_step=config.max_drafts,
         adaptive=options.adaptive_params if options.adaptive else None,
         slope=_SLOPES[config.device],
+        by_block=options.accept == "block",
     )
 
 

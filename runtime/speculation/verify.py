@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from sgl.runtime.plan import Chunk, RowResult
-from sgl.runtime.sequence import Request, Sampled
+from sgl.runtime.sequence import NOTHING_FORCED, Request, Sampled
 
 
 def take(request: Request, generation: Sampled, chunk: Chunk, row: RowResult) -> None:
@@ -31,8 +31,9 @@ def take(request: Request, generation: Sampled, chunk: Chunk, row: RowResult) ->
         token_id = generation.push(drawn)
         if token_id is not None:
             token_ids.append(token_id)
-        request.take_forced(generation.force())
-        if generation.finished or generation.failed is not None or request.has_scores_left:
+        if (forced := generation.force()) is not NOTHING_FORCED:
+            request.take_forced(forced)
+        if len(results) == 1 or generation.finished or generation.failed is not None or request.has_scores_left:
             return
         path = right_path(chunk, token_ids)
         if len(path) < len(token_ids) - known:

@@ -1,9 +1,9 @@
 """`sgl bench speculation`: what guessed tokens save, and what they cost where there is nothing to guess.
 
-Owns the tasks and the measurement. One engine core in this process decodes the same prompts with its drafter and
-without, in turns; pairs, the watch over the cores and the statistics are those of `sgl.bench.harness`. Every call has
-documents and seeds of its own, equal on both sides, so that nothing is guessed from having been answered before; what
-the drafter has learned of the programs and of the machine it keeps, as in use.
+Owns the tasks and the measurement, on a CPU or a GPU. One engine core in this process decodes the same prompts with its
+drafter and without, in turns; pairs, the watch over the cores and the statistics are those of `sgl.bench.harness`.
+Every call has documents and seeds of its own, equal on both sides, so that nothing is guessed from having been answered
+before; what the drafter has learned of the programs and of the machine it keeps, as in use.
 
 * `copy`: a text is to be repeated.
 * `json`: facts of a text under a JSON schema, keys forced on both sides.
@@ -13,6 +13,8 @@ the drafter has learned of the programs and of the machine it keeps, as in use.
 
 from __future__ import annotations
 
+import itertools
+import math
 import os
 import random
 import time
@@ -72,6 +74,7 @@ class SpeculationReport(msgspec.Struct, frozen=True, kw_only=True):
     """What `sgl bench speculation` prints."""
 
     model: str
+    device: str
     plan: PairPlan
     provenance: Provenance
     figures: tuple[TaskFigure, ...]
@@ -84,10 +87,15 @@ def run(
     tasks: Sequence[str] = (),
     batches: Sequence[int] = (),
     new_tokens: int = 96,
+    most_seconds: float = math.inf,
     sampler: Sampler | None = None,
     progress: Callable[[str], None] = lambda what: None,
 ) -> SpeculationReport:
     """Measure `tasks` (all by default) at `batches`, on the engine that `fields` describe.
+
+    Args:
+        new_tokens: of a generation of one program; fewer of several (`tokens_at`).
+        most_seconds: no figure is begun later than this.
 
     Raises:
         ConfigError: a task that does not exist, or speculation that is switched off.
@@ -103,19 +111,33 @@ def run(
     watch = ProcSampler(cores) if sampler is None else sampler
     bench = _Bench({**fields, "num_threads": threads})
     figures = []
+    begun = time.perf_counter()
     try:
-        for task in tasks or TASKS:
-            for batch in batches or BATCHES:
-                figures.append(bench.measure(task, batch, new_tokens, watch, plan, progress))
-                progress(f"{task} at batch {batch}: {figures[-1].result.verdict}")
+        for batch, task in itertools.product(batches or BATCHES, tasks or TASKS):
+            if time.perf_counter() - begun > most_seconds:
+                progress(f"{task} at batch {batch} is left out: {most_seconds:.0f} s are over")
+                continue
+            figures.append(bench.measure(task, batch, tokens_at(batch, new_tokens), watch, plan, progress))
+            progress(f"{task} at batch {batch}: {figures[-1].result.verdict}")
     finally:
         bench.core.compiler.close()
     return SpeculationReport(
         model=config.model_path,
+        device=bench.device,
         plan=plan,
         provenance=provenance(cores, side_variables(threads), ()),
         figures=tuple(figures),
     )
+
+
+def tokens_at(batch: int, new_tokens: int) -> int:
+    """Tokens of a generation of a batch: a call of many programs takes as long with fewer.
+
+    Example:
+        >>> tokens_at(1, 96), tokens_at(8, 96), tokens_at(64, 96)
+        (96, 51, 32)
+    """
+    return min(new_tokens, max(32, int(new_tokens / batch**0.3)))
 
 
 class _Bench:
@@ -133,6 +155,15 @@ class _Bench:
             )
         self._next = 0
         self._tokens: dict[int, list[tuple[int, ...]]] = {}
+
+    @property
+    def device(self) -> str:
+        """Where the model is."""
+        if self.core.config.device == "cpu":
+            return "cpu"
+        import torch
+
+        return torch.cuda.get_device_name()
 
     def _emit(self, program: int, event: Event) -> None:
         if isinstance(event, FailedEvent):

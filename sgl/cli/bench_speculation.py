@@ -5,6 +5,7 @@ Owns the command, its flags and its table. Imported by `sgl.cli` for the command
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -31,12 +32,18 @@ def speculation(
     batch: Annotated[
         list[int] | None, typer.Option(min=1, help="Programs decoded together; may repeat. [default: 1 8 32]")
     ] = None,
-    new_tokens: Annotated[int, typer.Option(min=2, help="Of each generation of `copy` and `random`.")] = 96,
+    new_tokens: Annotated[
+        int, typer.Option(min=2, help="Of a generation of `copy` and `random`; fewer in batches.")
+    ] = 96,
     pairs: Annotated[int, typer.Option(min=1, help="Clean pairs that a figure needs.")] = 5,
     attempts: Annotated[
         int | None, typer.Option(min=1, help="Pairs tried at most. [default: 4 * pairs]", show_default=False)
     ] = None,
     patience: Annotated[float, typer.Option(min=0, help="Seconds to wait for a quiet machine before a pair.")] = 10.0,
+    turn: Annotated[float, typer.Option(min=0.2, help="Seconds that a side's turn lasts at least.")] = 2.0,
+    most_seconds: Annotated[
+        float | None, typer.Option(min=1, help="Begin no figure later than this.", show_default=False)
+    ] = None,
     seed: Annotated[int, typer.Option(help="Of the order of turns, and of the documents.")] = 0,
     engine: dict[str, Any],
 ) -> None:
@@ -46,10 +53,11 @@ def speculation(
 
     report = run(
         fetched(engine, model),
-        plan=PairPlan(pairs=pairs, attempts=attempts, seed=seed, patience_s=patience),
+        plan=PairPlan(pairs=pairs, attempts=attempts, seed=seed, patience_s=patience, turn_s=turn),
         tasks=task or (),
         batches=batch or (),
         new_tokens=new_tokens,
+        most_seconds=most_seconds or math.inf,
         progress=say,
     )
     if output(report, as_json, save):
@@ -58,7 +66,8 @@ def speculation(
 
 def show(report: SpeculationReport) -> None:
     """The report as a table."""
-    print(f"model {report.model}; {report.provenance.cpu}")
+    where = report.provenance.cpu if report.device == "cpu" else report.device
+    print(f"model {report.model}; {where}")
     show_table(
         ("TASK", "BATCH", "OFF / ON", "CLEAN PAIRS", "ACCEPT LEN", "FORWARDS", "EQUAL"),
         [

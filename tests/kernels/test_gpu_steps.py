@@ -62,14 +62,33 @@ class Recorded(gpu_steps._DecodeGraph):
         return self._compute()[:num_rows]
 
 
+class Verified(gpu_steps.VerifyGraph):
+    """The same for one that verifies."""
+
+    def capture(self, pool: Any) -> Any:
+        return pool
+
+    def _replay(self) -> None:
+        self._compute()
+
+
 @pytest.fixture(params=[1, 4])
 def runners(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[ModelRunner, ModelRunner]:
     """The same weights as on a GPU, and on torch's path."""
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(gpu_steps, "_DecodeGraph", Recorded)
-    monkeypatch.setattr(gpu_steps, "num_splits", lambda rows, heads: 2)  # enough of them for an interpreter
+    monkeypatch.setattr(gpu_steps, "VerifyGraph", Verified)
+    for where in ("sgl.runtime.gpu_steps", "sgl.kernels.triton.attention"):
+        monkeypatch.setattr(f"{where}.num_splits", lambda rows, heads: 2)  # enough of them for an interpreter
     checkpoint = open_checkpoint(locate("dummy"), msgspec.json.encode(SHAPE).decode())
-    config = EngineConfig(device="cpu", dtype="float32", kernels="torch", max_total_tokens=512, page_size=request.param)
+    config = EngineConfig(
+        device="cpu",
+        dtype="float32",
+        kernels="torch",
+        max_total_tokens=512,
+        page_size=request.param,
+        speculative_algorithm="NGRAM",
+    )
     resolved = resolve(config, checkpoint.facts())
     on_gpu = msgspec.structs.replace(resolved, kernels="triton", cuda_graph_max_bs_decode=4)
     build: Any = checkpoint.build_model
@@ -188,3 +207,48 @@ def test_a_step_that_fails_sent_nothing_that_counts(
             ours.forward(StepPlan(chunks=(chunk,)))
     logits = ours.forward(StepPlan(chunks=(chunk,)))
     torch.testing.assert_close(logits, expected.forward(StepPlan(chunks=(chunk,))), atol=1e-4, rtol=1e-4)
+
+
+def test_verifications_are_recorded_when_they_come_again(runners: tuple[ModelRunner, ModelRunner]) -> None:
+    """Chains and trees beside rows that only decode, and rows with scores, of sizes between those that are recorded."""
+    ours, expected = runners
+    steps = ours._gpu_steps
+    assert steps is not None
+    rows = [Row(i, 5 + 3 * i, ours.page_size) for i in range(3)]
+    for runner in runners:
+        for row in rows:
+            row.start = 0
+        runner.forward(StepPlan(chunks=tuple(row.chunk() for row in rows)))
+    trees = [(), (-1, 0, 0, 1, -1), (-1, 0, -1)]
+    lengths = []
+    for step in range(5):
+        chunks = []
+        for row, parents in zip(rows, trees, strict=True):
+            row.ids.append(100 + step)
+            known = row.chunk()
+            drafts = [7 * step + i for i in range(len(parents))]
+            needed = -(-(known.end + len(drafts)) // row.page_size)
+            row.pages.extend(row._free[len(row.pages) : needed])
+            chunks.append(
+                msgspec.structs.replace(
+                    known,
+                    token_ids=[*known.token_ids, *drafts],
+                    page_table=row.pages.view,
+                    num_drafts=len(drafts),
+                    checks=(SAMPLE,) * len(drafts),
+                    parents=parents if step % 2 else (),
+                )
+            )
+        logits = ours.forward(StepPlan(chunks=tuple(chunks))).clone()
+        torch.testing.assert_close(logits, expected.forward(StepPlan(chunks=tuple(chunks))), atol=1e-4, rtol=1e-4)
+        lengths.append(len(steps._verify_graphs))
+    assert lengths == [0, 0, 0, 1, 1]
+    (size,) = steps._verify_graphs
+    assert size == (4, 8, 12)
+    rows[1].ids += [1, 2]
+    plan = StepPlan(chunks=(rows[1].chunk(), msgspec.structs.replace(chunks[2], num_drafts=0, checks=(), parents=())))
+    for _ in range(4):
+        found = ours.forward(plan)
+    assert len(found) == 2
+    assert len(steps._verify_graphs) == 2
+    torch.testing.assert_close(found, expected.forward(plan), atol=1e-4, rtol=1e-4)

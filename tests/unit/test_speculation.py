@@ -266,7 +266,8 @@ def test_a_disconnect_while_drafts_are_verified() -> None:
     assert rig.core.stats.num_running == 0
 
 
-def test_drafts_beyond_the_end() -> None:
+@pytest.mark.parametrize("trees", [False, True])
+def test_drafts_beyond_the_end(trees: bool) -> None:
     """Guesses that go past an end of sequence, a stop, and the end of a constraint's text change nothing."""
 
     class Past(Oracle):
@@ -278,6 +279,10 @@ def test_drafts_beyond_the_end() -> None:
                 right = [*b"abcdefxyz"[len(request.sequence) - request.prompt_len :]]
             return Proposal([*right[:2], min(Rig.tokenizer.eos_ids), *right][:room], "oracle", 3)
 
+        def branches(self, request: Request, room: int) -> Sequence[Proposal]:
+            way = self.propose(request, (), room).token_ids
+            return [Proposal([*way[:1], ord("x"), *way[2:]], "oracle", 3)] if trees else []
+
     constrained = Gen(
         id=1,
         name="c",
@@ -287,6 +292,7 @@ def test_drafts_beyond_the_end() -> None:
     for node in (constrained, gen(1, n=20, stop=("q",)), gen(1, n=3)):
         on, _ = both(node, make=lambda: drafter(Past(0.0)), programs=4)
         assert on.core.stats.drafted_tokens
+        assert bool(trees_of(on)) == trees
 
 
 def test_streams_send_several_tokens_at_once() -> None:
@@ -382,6 +388,19 @@ def test_constraints_behind_literals() -> None:
         ({"speculative_algorithm": "STANDALONE"}, "speculative_draft_model_path"),
         ({"speculative_algorithm": "NGRAM", "speculative_draft_model_path": "x"}, "speculative_draft_model_path"),
         ({"speculative_num_steps": 3}, "speculative_num_steps"),
+        (
+            {"speculative_algorithm": "NGRAM", "speculative_use_rejection_sampling": True},
+            "speculative_use_rejection_sampling",
+        ),
+        (
+            {
+                "speculative_algorithm": "STANDALONE",
+                "speculative_draft_model_path": "x",
+                "speculative_use_rejection_sampling": True,
+                "speculative_use_block_verification": True,
+            },
+            "speculative_use_rejection_sampling",
+        ),
         (
             {"speculative_algorithm": "NGRAM", "speculative_num_steps": 3, "speculative_num_draft_tokens": 3},
             "speculative_num_draft_tokens",
