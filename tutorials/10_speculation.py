@@ -10,9 +10,9 @@ import sgl
 # ## Where guesses come from
 #
 # `speculative_algorithm="NGRAM"` guesses from text that occurred before: when the last few tokens have stood somewhere,
-# what followed there is the guess. That costs no second model. It pays where answers repeat what is there: editing a
-# text, extracting from it, code, and lists. An engine has it or not, so here a second one is started beside the default
-# one.
+# what followed there is the guess; where several things followed, they are checked together, as a tree. That costs no
+# second model. It pays where answers repeat what is there: editing a text, extracting from it, code, and lists. An
+# engine has it or not, so here a second one is started beside the default one.
 
 LIST = "1. apples and pears\n2. bread and butter\n3. milk and honey\n4. salt and pepper\n"
 
@@ -59,5 +59,8 @@ assert 0 < stats["accepted_tokens"] <= stats["drafted_tokens"]
 
 print("same text:", state["list"] == plain["list"])
 
+# With a draft model (`speculative_algorithm="STANDALONE"`) sampled texts without a seed may be had faster, and only
+# distributed alike: `speculative_use_rejection_sampling`.
+#
 # Forced tokens of a constraint (tutorial 3) are no guesses: they are certain, and are appended without being drawn.
 # Names and defaults of the options are in `sgl run --help`. Next: [explain and trace](11_explain_and_trace.py).

@@ -24,7 +24,7 @@ from typing import Any
 import msgspec
 
 from sgl.bench.harness import PairPlan, measure_pairs
-from sgl.bench.load import ProcSampler, Sampler, least_busy
+from sgl.bench.load import CleanRule, ProcSampler, Sampler, least_busy
 from sgl.bench.pairs import Pair, Result, summarise
 from sgl.bench.provenance import Provenance, provenance, side_variables
 from sgl.errors import BenchError, ConfigError
@@ -49,6 +49,11 @@ from sgl.runtime.loading.facts import cpu_count
 
 TASKS = ("copy", "json", "chain", "random")
 BATCHES = (1, 8, 32)
+
+
+_HOST_THREADS = 2
+_BESIDE_A_GPU = CleanRule(max_foreign=0.1, max_steal=0.1)
+"""The host of a GPU only feeds it."""
 
 
 class TaskFigure(msgspec.Struct, frozen=True, kw_only=True):
@@ -106,7 +111,10 @@ def run(
             raise ConfigError(f"there is no task {task!r}", hint=f"tasks are {', '.join(TASKS)}", param="task")
     fields = {"speculative_algorithm": "NGRAM", **fields}
     config = config_from_mapping(fields)
-    threads = config.num_threads or (1 if config.model_path == "dummy" else cpu_count())
+    on_gpu = config.device == "cuda"
+    threads = config.num_threads or (1 if config.model_path == "dummy" else _HOST_THREADS if on_gpu else cpu_count())
+    if on_gpu:
+        plan = msgspec.structs.replace(plan, rule=_BESIDE_A_GPU)
     cores = least_busy(os.sched_getaffinity(0), threads)
     watch = ProcSampler(cores) if sampler is None else sampler
     bench = _Bench({**fields, "num_threads": threads})
