@@ -22,6 +22,7 @@ class EngineMatcher(ABC):
         self._num_tokens = num_tokens
         self._num_eos = num_eos
         self._row: Bitmask | None = None
+        self._written: tuple[int, int] | None = None  # the bitmask (its id) and the row that `_row` is
 
     @abstractmethod
     def is_complete(self) -> bool:
@@ -41,6 +42,8 @@ class EngineMatcher(ABC):
 
     def fill(self, bitmask: Bitmask, row: int) -> None:
         """See `Matcher.fill`."""
+        if self._written is not None and self._written == (id(bitmask), row) and not self._num_eos:
+            return
         write_row(bitmask, row, self._allowed())
 
     def accept(self, token_id: int) -> bool:
@@ -77,7 +80,7 @@ class EngineMatcher(ABC):
 
     def _moved(self) -> None:
         """The position is another one."""
-        self._row = None
+        self._row = self._written = None
 
     def _allowed(self) -> Bitmask:
         """The bitmask row of this position, computed once; shape `[bitmask_words(vocab_size)]`."""

@@ -20,7 +20,7 @@ import json
 import re
 import threading
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import llguidance
 import numpy as np
@@ -94,6 +94,8 @@ class Backend:
             if token_id < vocab_size and token_id not in eos_ids and self.tokenizer.is_special_token(token_id)
         }
         self.vocabulary = Vocabulary(tokens, vocab_size, eos_ids, self.tokenizer.tokenize_bytes, self.specials)
+        eos_row = self.vocabulary.eos_row
+        self._words_of_ends = [(int(word), ~eos_row[word]) for word in np.flatnonzero(eos_row)]
         parser_limits = {
             "initial_lexer_fuel": int(limits.max_compile_s * _FUEL_PER_S),
             "step_lexer_fuel": int(limits.max_compile_s * _FUEL_PER_S),
@@ -158,10 +160,12 @@ class Backend:
             list(matchers), rows.ctypes.data, rows.strides[0], len(rows)
         )
 
-    def without_ends(self, rows: Bitmask) -> Bitmask:
-        """Rows as the library computed them, cut to the model's vocabulary and without end-of-sequence ids."""
+    def without_ends(self, rows: Bitmask, places: Sequence[int]) -> Bitmask:
+        """Rows cut to the model's vocabulary; those at `places`, as the library computed them, are without
+        end-of-sequence ids from now on."""
         rows = rows[:, : len(self.vocabulary.eos_row)]
-        rows &= ~self.vocabulary.eos_row
+        for word, others in self._words_of_ends:
+            rows[places, word] &= others
         return rows
 
     def lark(self, constraint: Ebnf | Lark | StructuralTag) -> str:
@@ -357,6 +361,15 @@ class Grammar:
             return LLGuidanceMatcher(self.backend, self._start.deep_copy())
 
 
+class _State(NamedTuple):
+    """What the library says of a position: that nothing can follow, that this is for a limit or fault of its own, and
+    that the text so far is a full match."""
+
+    is_stopped: bool
+    is_error: bool
+    is_complete: bool
+
+
 class LLGuidanceMatcher(EngineMatcher):
     """Follows one sequence through `llguidance.LLMatcher`."""
 
@@ -365,24 +378,37 @@ class LLGuidanceMatcher(EngineMatcher):
         self._backend = backend
         self._library = inner
         self._forced: list[int] | None = None
+        self._state: _State | None = None
 
     @staticmethod
-    def prepare(matchers: Sequence[LLGuidanceMatcher], num_threads: int) -> None:
+    def prepare(matchers: Sequence[LLGuidanceMatcher], num_threads: int, bitmask: Bitmask, rows: Sequence[int]) -> None:
         """Compute the rows of many matchers together (see `sgl.grammars.matcher.prepare`)."""
-        by_backend: dict[int, list[LLGuidanceMatcher]] = {}
-        for matcher in matchers:
-            if (
-                matcher._row is None and not matcher._num_eos and not matcher._library.is_stopped()
-            ):  # an error is a stop
-                by_backend.setdefault(id(matcher._backend), []).append(matcher)
-        for group in by_backend.values():
-            backend = group[0]._backend
-            rows = np.zeros((len(group), backend.num_words), dtype=np.int32)
-            backend.compute_rows([(matcher._library, i) for i, matcher in enumerate(group)], rows, num_threads)
-            for matcher, row in zip(group, backend.without_ends(rows), strict=True):
+        groups: dict[tuple[int, bool], list[tuple[LLGuidanceMatcher, int]]] = {}
+        for matcher, row in zip(matchers, rows, strict=True):
+            if matcher._row is None and not matcher._num_eos and not matcher._here().is_stopped:
+                backend = matcher._backend
+                is_direct = row >= 0 and bitmask.shape[1] == backend.num_words == len(backend.vocabulary.eos_row)
+                groups.setdefault((id(backend), is_direct), []).append((matcher, row))
+        for (_, is_direct), group in groups.items():
+            backend = group[0][0]._backend
+            if is_direct:
+                places, target = [row for _, row in group], bitmask
+            else:
+                places = list(range(len(group)))
+                target = np.zeros((len(group), backend.num_words), dtype=np.int32)
+            backend.compute_rows(
+                [(matcher._library, place) for (matcher, _), place in zip(group, places, strict=True)],
+                target,
+                num_threads,
+            )
+            words = backend.without_ends(target, places)
+            for (matcher, row), place in zip(group, places, strict=True):
+                own = words[place]
                 if matcher._library.is_error():
-                    row[:] = 0
-                matcher._row = matcher._with_ends(row)
+                    own[:] = 0
+                    matcher._state = None
+                matcher._row = matcher._with_ends(own)
+                matcher._written = (id(bitmask), row) if is_direct else None
 
     def clone(self) -> LLGuidanceMatcher:
         """See `Matcher.clone`."""
@@ -396,23 +422,24 @@ class LLGuidanceMatcher(EngineMatcher):
 
     def is_complete(self) -> bool:
         """See `Matcher.is_complete`."""
-        return not self._library.is_error() and bool(self._library.is_accepting())
+        return self._here().is_complete
 
     def stop_reason(self) -> StopReason:
         """See `Matcher.stop_reason`."""
         if self._num_eos:
             return StopReason.EOS
-        if self._library.is_error():
+        state = self._here()
+        if state.is_error:
             return StopReason.LIMIT
-        complete = self.is_complete()
-        if not self._library.is_stopped():
+        complete = state.is_complete
+        if not state.is_stopped:
             # Whether the vocabulary lacks a byte that must come, only the mask tells, which is computed beside the
             # forward; the draw from an empty one fails as a dead end.
             if not complete:
                 return StopReason.NOT_STOPPED
             if (self._allowed() & ~self._vocabulary.eos_row).any():
                 return StopReason.NOT_STOPPED
-            if self._library.is_error():
+            if self._here().is_error:
                 return StopReason.LIMIT
         return StopReason.COMPLETE if complete else StopReason.DEAD_END
 
@@ -428,12 +455,22 @@ class LLGuidanceMatcher(EngineMatcher):
 
     def _moved(self) -> None:
         super()._moved()
-        self._forced = None
+        self._forced = self._state = None
+
+    def _here(self) -> _State:
+        """The library's state of this position, asked for once."""
+        if self._state is None:
+            library = self._library
+            is_stopped = library.is_stopped()
+            is_error = is_stopped and library.is_error()  # an error is a stop
+            self._state = _State(is_stopped, is_error, not is_error and library.is_accepting())
+        return self._state
 
     def _forced_here(self) -> list[int]:
         if self._forced is None:
-            stopped = self._library.is_stopped() or self._library.is_accepting()  # an error is a stop, too
-            self._forced = [] if stopped else list(self._library.compute_ff_tokens())
+            state = self._here()
+            is_free = state.is_stopped or state.is_complete
+            self._forced = [] if is_free else list(self._library.compute_ff_tokens())
         return self._forced
 
     def _is_allowed(self, token_id: int) -> bool:
@@ -441,16 +478,17 @@ class LLGuidanceMatcher(EngineMatcher):
             # Of a drawn token the mask is there. Of a special token that a grammar names, nothing but the mask tells.
             known = 0 <= token_id < self._vocabulary.vocab_size
             return known and bool(self._allowed()[token_id // 32] >> (token_id % 32) & 1)
-        if self._library.is_error():
+        if self._here().is_error:
             return False
         forced = self._forced_here()
         return not forced or forced[0] == token_id
 
     def _compute_row(self) -> Bitmask:
         rows = np.zeros((1, self._backend.num_words), dtype=np.int32)
-        if not self._library.is_stopped():
+        if not self._here().is_stopped:
             self._library.unsafe_compute_mask_ptr(rows.ctypes.data, rows.nbytes)
             if self._library.is_error():
+                self._state = None
                 rows[:] = 0
-        row: Bitmask = self._backend.without_ends(rows)[0]
+        row: Bitmask = self._backend.without_ends(rows, [0])[0]
         return row

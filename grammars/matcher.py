@@ -71,28 +71,37 @@ class CompiledGrammar(Protocol):
         """A new matcher at the start."""
 
 
-def prepare(matchers: Sequence[MaskSource], num_threads: int) -> None:
-    """Have engines that can compute many rows at once do that, in up to `num_threads` threads; `fill` then copies them.
+def prepare(matchers: Sequence[MaskSource], num_threads: int, bitmask: Bitmask, rows: Sequence[int]) -> None:
+    """Have engines that can compute many rows at once do that, in up to `num_threads` threads, in `bitmask` where each
+    matcher's row is one of `rows`; `fill` of that row has nothing left to do then.
 
     Nothing changes that a matcher shows. A matcher's class takes part by a static method `prepare` of this signature; a
-    matcher around another one, which its attribute `inner` names, leaves it to that one.
+    matcher around another one, which its attribute `inner` names, leaves it to that one. Unless it says that the row is
+    the same (`has_row_of_inner`), the inner one's row is -1: it is computed elsewhere, since `fill` writes another.
     """
-    groups: dict[Any, list[MaskSource]] = {}
-    for matcher in map(_innermost, matchers):
-        if hasattr(type(matcher), "prepare"):
-            groups.setdefault(type(matcher), []).append(matcher)
-    for kind, members in groups.items():
-        kind.prepare(members, num_threads)
+    groups: dict[Any, tuple[list[MaskSource], list[int]]] = {}
+    for matcher, row in zip(matchers, rows, strict=True):
+        inner, is_same = _innermost(matcher)
+        if hasattr(type(inner), "prepare"):
+            members, places = groups.setdefault(type(inner), ([], []))
+            members.append(inner)
+            places.append(row if is_same else -1)
+    for kind, (members, places) in groups.items():
+        kind.prepare(members, num_threads, bitmask, places)
 
 
 def is_prepared_with_others(matcher: MaskSource) -> bool:
     """Whether `prepare` does anything for a matcher."""
-    return hasattr(type(_innermost(matcher)), "prepare")
+    return hasattr(type(_innermost(matcher)[0]), "prepare")
 
 
-def _innermost(matcher: MaskSource) -> MaskSource:
-    inner: MaskSource | None = getattr(matcher, "inner", None)
-    return matcher if inner is None else _innermost(inner)
+def _innermost(matcher: MaskSource) -> tuple[MaskSource, bool]:
+    """The matcher at the bottom, and whether its row is that of the one on top."""
+    is_same = True
+    while (inner := getattr(matcher, "inner", None)) is not None:
+        is_same = is_same and getattr(matcher, "has_row_of_inner", False)
+        matcher = inner
+    return matcher, is_same
 
 
 class _Stepping(Protocol):

@@ -40,6 +40,8 @@ class Place(NamedTuple):
             3
         """
         in_string, escaped, length, digit, exponent = self
+        if in_string and not escaped and b'"' not in text and b"\\" not in text:
+            return self
         for byte in text:
             if in_string:
                 in_string = escaped or byte != 0x22
@@ -89,6 +91,11 @@ class BoundedMatcher:
         self._grammar = grammar
         self.inner = inner
         self._places = places
+
+    @property
+    def has_row_of_inner(self) -> bool:
+        """Whether nothing is excluded here."""
+        return self._excluded() is None
 
     def fill(self, bitmask: Bitmask, row: int) -> None:
         """See `Matcher.fill`."""

@@ -209,6 +209,11 @@ class ReasoningMatcher:
         return None if self.place.phase is _Phase.INSIDE or not self.place.inner_lives else self._inner
 
     @property
+    def has_row_of_inner(self) -> bool:
+        """Whether the next row is that of `inner`, and nothing else."""
+        return self.place.phase is _Phase.AFTER
+
+    @property
     def num_reasoning_tokens(self) -> int:
         """Tokens of the reasoning so far."""
         return self.place.num_tokens

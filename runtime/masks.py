@@ -16,6 +16,7 @@ meanwhile.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import accumulate
@@ -27,6 +28,8 @@ from sgl.grammars.matcher import Bitmask, MaskSource, Matcher, bitmask_words, is
 from sgl.runtime.failures import internal_error
 from sgl.runtime.plan import Chunk
 
+_SWITCH_S = 1e-4
+"""A mask job is a millisecond, and Python's own interval, for which the step loop would keep its lock, is five."""
 _ROWS_PER_TASK = 4
 """A mask takes tens of microseconds, about as long as waking a thread."""
 
@@ -100,7 +103,12 @@ class MaskJob:
     def _fill(self, places: Sequence[int]) -> None:
         """The runs at `places`."""
         try:
-            prepare([self._runs[place].matcher for place in places], self._num_threads)
+            prepare(
+                [self._runs[place].matcher for place in places],
+                self._num_threads,
+                self._words,
+                [self._rows[place] for place in places],
+            )
         except Exception as error:  # noqa: BLE001 - then each row is computed by itself, and fails by itself
             internal_error("masks could not be computed together", error)
         for place in places:
@@ -160,6 +168,8 @@ class MaskFiller:
             return None
         if self._pool is None and self._num_threads:
             self._pool = ThreadPoolExecutor(self._num_threads, thread_name_prefix="sgl-masks")
+            # Engines fill without Python's lock; to begin and to end, a thread waits for it no longer than this.
+            sys.setswitchinterval(min(sys.getswitchinterval(), _SWITCH_S))
         return MaskJob(runs, self._vocab_size, self._pool, self._num_threads or self._model_threads)
 
     def close(self) -> None:

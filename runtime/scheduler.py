@@ -62,6 +62,9 @@ class _Flight:
         self.plan = plan
         self.requests = requests
         self.starts = {chunk.sequence: chunk.start for chunk in plan.chunks}
+        self.settled: StepPlan | None = None
+        """The plan with how its rows draw, once that is known; then `num_settled` rows are wanted."""
+        self.num_settled = 0
 
 
 class Scheduler:
@@ -236,7 +239,7 @@ class Scheduler:
         num_drawn = 0
         for chunk in flight.plan.chunks:
             draws = num_drawn
-            num_drawn += len(chunk.draws)
+            num_drawn += 0 if chunk.sample is None else 1 + len(chunk.checks)
             request = flight.requests.get(chunk.sequence)
             if request is None:
                 continue
@@ -306,7 +309,8 @@ class Scheduler:
         return lowest
 
     def settle(self, plan: StepPlan) -> StepPlan:
-        """The plan that flies, now that the one before it is processed: with how its rows draw, and masks on their way.
+        """The plan that flies, now that the one before it is processed: with how its rows draw, and the masks that
+        `process` has begun.
 
         Rows of logits stay what they were; a chunk whose result nobody wants belongs to `NOBODY`. Without any chunk
         when that holds for all.
@@ -314,13 +318,27 @@ class Scheduler:
         flight = next((flight for flight in self._flights if flight.plan is plan), None)
         if flight is None:
             return StepPlan(chunks=())
-        chunks = tuple(self._settled(chunk, flight) for chunk in plan.chunks)
         if not flight.requests:
             self._flights.remove(flight)
             return StepPlan(chunks=())
+        settled = flight.settled or self._settle_rows(flight)
+        if len(flight.requests) < flight.num_settled:  # some ended by what their programs did since
+            wanted = {*flight.requests, NOBODY}
+            chunks = tuple(
+                chunk if chunk.sequence in wanted else msgspec.structs.replace(chunk, sequence=NOBODY)
+                for chunk in settled.chunks
+            )
+            settled = msgspec.structs.replace(settled, chunks=chunks)
+        flight.plan = settled
+        return settled
+
+    def _settle_rows(self, flight: _Flight) -> StepPlan:
+        """How the rows of a plan that flies draw, by what is known now; their masks are begun."""
+        chunks = tuple(self._settled(chunk, flight) for chunk in flight.plan.chunks)
         masks = self._masks.start(chunks) if self._masks is not None else None
-        flight.plan = StepPlan(chunks=chunks, copies=plan.copies, masks=masks)
-        return flight.plan
+        flight.settled = StepPlan(chunks=chunks, copies=flight.plan.copies, masks=masks)
+        flight.num_settled = len(flight.requests)
+        return flight.settled
 
     def _settled(self, chunk: Chunk, flight: _Flight) -> Chunk:
         request = flight.requests.get(chunk.sequence)
@@ -384,6 +402,8 @@ class Scheduler:
             elif row.token_id is not None and not _is_foreseen(request, chunk, row.token_id):
                 self._drop(request)
         self.running = [request for request in self.running if request.running]
+        if self._flights and self._flights[0].requests:
+            self._settle_rows(self._flights[0])  # masks are filled while programs go on
         return touched
 
     def _land_drafts(self, request: Request, chunk: Chunk, rows: abc.Sequence[int], *, is_carried: bool) -> None:
@@ -515,9 +535,11 @@ class Scheduler:
 
         0 when there is no room: the request was put back, or keeps what it has until the next step.
         """
+        if request.decodes:
+            return self._plan_token(request, planned)
         sequence = request.sequence
         length = len(sequence)
-        source, num_copied = (-1, 0) if request.decodes else self._find(request)
+        source, num_copied = self._find(request)
         found = sequence.num_computed
         start = found + num_copied
         end = min(length, start + budget)
@@ -563,6 +585,31 @@ class Scheduler:
             follows=follows,
         )
         return end - start
+
+    def _plan_token(self, request: Request, planned: dict[int, Chunk]) -> int:
+        """As `_plan`, of a request that decodes: its last token, for which nothing has to be looked up."""
+        sequence = request.sequence
+        start = sequence.num_computed
+        if len(sequence.pages) * self.page_size <= start:
+            if not self._make_room(1, request, planned):
+                return 0
+            self.paging.grow(sequence, 1, -1, 0)
+        request.account_computed(start, start + 1)
+        request.last_step = self.step
+        self.paging.write(sequence, start, start + 1)
+        follows, generation = self._follows.get(sequence.id), request.generation
+        sample = _ANY if follows is not None else None
+        if follows is None and generation is not None and not generation.finished:
+            sample = generation.spec()
+        planned[sequence.id] = Chunk(
+            sequence=sequence.id,
+            token_ids=[sequence.token_ids[start]],
+            start=start,
+            page_table=sequence.pages.view,
+            sample=sample,
+            follows=follows,
+        )
+        return 1
 
     def _add_drafts(self, drafter: Drafter, planned: dict[int, Chunk]) -> None:
         """Give rows that decode guesses behind their known tokens, out of what the step has left."""

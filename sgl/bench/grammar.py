@@ -253,7 +253,7 @@ def measure_masks(tokenizer: Tokenizer, backend: str, num_compiled: int = _NUM_C
             _walk(matchers[-1], tokenizer, rng, rng.randrange(_WALK_LEN))
         bitmask = allocate_bitmask(BATCH, tokenizer.vocab_size)
         start = time.perf_counter()
-        prepare(matchers, cpu_count())
+        prepare(matchers, cpu_count(), bitmask, range(BATCH))
         for row, matcher in enumerate(matchers):
             matcher.fill(bitmask, row)
         together_s.append(time.perf_counter() - start)

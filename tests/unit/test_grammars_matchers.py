@@ -242,6 +242,14 @@ def test_rows_that_are_computed_together_are_those_computed_alone() -> None:
                     break
             together.append(matcher)
             alone.append(matcher.clone())
-        prepare(together, 2)
+        vocab_size = WORLD.vocab_size
+        bitmask, expected = (allocate_bitmask(len(together) + 1, vocab_size) for _ in range(2))
+        prepare(together, 2, bitmask, range(len(together)))
+        assert (bitmask[-1] == -1).all(), "a row of nobody's was written"
+        for row, (left, right) in enumerate(zip(together, alone, strict=True)):
+            left.fill(bitmask, row)
+            right.fill(expected, row)
+            left.fill(bitmask, row)  # nothing is left to do
+        assert bitmask.tolist() == expected.tolist()
         for left, right in zip(together, alone, strict=True):
             assert conformance.state(left, WORLD) == conformance.state(right, WORLD)

@@ -13,17 +13,19 @@ import torch
 from support.scripted import Rig
 
 from sgl.errors import ConfigError, SglError
+from sgl.grammars.llguidance_backend import Backend, LLGuidanceMatcher
 from sgl.grammars.matcher import Bitmask, bitmask_to_bool
 from sgl.grammars.spec import JsonSchema
 from sgl.kernels import registry
 from sgl.kernels.registry import OpFacts
-from sgl.lang.graph import FailedEvent, Gen, Graph, LiteralText, ProgramOptions, Sampling, Text, ValueEvent
+from sgl.lang.graph import FailedEvent, Fork, Gen, Graph, LiteralText, ProgramOptions, Sampling, Text, ValueEvent
 from sgl.runtime.config import EngineConfig, Facts
 from sgl.runtime.masks import MaskJob, MaskRun
 from sgl.runtime.plan import StepPlan
 from sgl.runtime.resolution import resolve
 
 SCHEMA = JsonSchema(json.dumps({"type": "array", "items": {"enum": ["a", "b"]}, "maxItems": 3}))
+ENDLESS = JsonSchema(json.dumps({"type": "array", "items": {"type": "string"}, "minItems": 200}))
 
 
 def start(rig: Rig, program: int, *, constrained: bool) -> None:
@@ -35,6 +37,74 @@ def start(rig: Rig, program: int, *, constrained: bool) -> None:
 
 def values(rig: Rig, programs: int) -> list[str]:
     return [event.value for program in range(programs) for event in rig.of(program, ValueEvent)]
+
+
+def counted(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> dict[str, list[int]]:
+    """Rows of each call of the engine that computes masks, by whether they were computed together or alone."""
+    calls: dict[str, list[int]] = {"together": [], "alone": []}
+    together, alone = Backend.compute_rows, LLGuidanceMatcher._compute_row
+
+    def compute_rows(self: Backend, matchers: list, rows: Bitmask, num_threads: int) -> None:
+        calls["together"].append(len(matchers))
+        together(self, matchers, rows, num_threads)
+
+    def compute_row(self: LLGuidanceMatcher) -> Bitmask:
+        calls["alone"].append(1)
+        return alone(self)
+
+    monkeypatch.setattr(Backend, "compute_rows", compute_rows)
+    monkeypatch.setattr(LLGuidanceMatcher, "_compute_row", compute_row)
+    return calls
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_a_step_asks_the_engine_once_for_all_its_rows(overlaps: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig(disable_overlap_schedule=not overlaps, disable_forced_tokens=True)
+    rig.core.compiler.compile(SCHEMA)
+    calls = counted(rig, monkeypatch)
+    endless = Gen(id=1, name="x", constraint=ENDLESS, sampling=Sampling(max_new_tokens=9, temperature=0.0))
+    for program in range(3):
+        rig.core.open(program, ProgramOptions(name=f"p{program}"))
+        rig.core.submit(program, Graph(nodes=(Text(id=0, segments=(LiteralText("q:"),)), endless)), finish=True)
+    calls["alone"].clear()  # what the budget's care looks at, once
+    rig.run()
+    assert calls == {"together": [3] * 9, "alone": []}
+
+
+def test_masks_are_begun_before_programs_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig(disable_overlap_schedule=False, disable_forced_tokens=True)
+    noted: list[str] = []
+    begin, emit = rig.core.scheduler._masks.start, rig.core._emit
+    monkeypatch.setattr(rig.core.scheduler._masks, "start", lambda chunks: (noted.append("begin"), begin(chunks))[1])
+    monkeypatch.setattr(rig.core, "_emit", lambda program, event: (noted.append("tell"), emit(program, event))[1])
+    node = Gen(id=1, name="x", constraint=ENDLESS, sampling=Sampling(max_new_tokens=6, temperature=0.0))
+    rig.core.open(0, ProgramOptions(name="p", stream=True))
+    rig.core.submit(0, Graph(nodes=(Text(id=0, segments=(LiteralText("q:"),)), node)), finish=True)
+    noted.clear()
+    rig.run()
+    assert noted[:10] == ["begin"] + ["begin", "tell"] * 4 + ["begin"]
+
+
+def test_rows_that_programs_end_meanwhile_move_no_mask() -> None:
+    """A program of two branches fails by what it is told of one, while the mask of the other is filled."""
+    faults = {"before_emit": {"action": "raise", "at": 2, "program": "p0"}}
+    rig, alone = Rig(disable_overlap_schedule=False, faults=faults), Rig(disable_overlap_schedule=True)
+    short, long = (
+        Gen(id=1 + i, branch=i, name=f"x{i}", constraint=ENDLESS, sampling=Sampling(max_new_tokens=n, temperature=0.0))
+        for i, n in ((1, 3), (2, 9))
+    )
+    for each in (rig, alone):
+        for program in range(3):
+            each.core.open(program, ProgramOptions(name=f"p{program}", stream=program == 0))
+            text = Text(id=0, segments=(LiteralText("q" * (program + 1)),))
+            each.core.submit(program, Graph(nodes=(text, Fork(id=1, children=(1, 2)), short, long)), finish=True)
+        each.run()
+    assert len(rig.of(0, FailedEvent)) == 1
+    assert rig.core.snapshot().pages_held == 0
+    for program in (1, 2):
+        ours, others = ([event.value for event in each.of(program, ValueEvent)] for each in (rig, alone))
+        assert ours == others
+        assert len(ours) == 2
 
 
 class Plain:
@@ -105,7 +175,7 @@ class Together(Plain):
     """One that is to be computed with others, which breaks."""
 
     @staticmethod
-    def prepare(matchers: list[Together], num_threads: int) -> None:
+    def prepare(matchers: list[Together], num_threads: int, bitmask: Bitmask, rows: list[int]) -> None:
         raise RuntimeError("the engine broke")
 
 
