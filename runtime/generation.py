@@ -98,6 +98,7 @@ class Generation:
         self.failed: tuple[str, str] | None = None
         self.before_text: Callable[[], None] | None = None  # a fault point
         self._new_text: list[str] = []
+        self._untold: list[int] = []  # tokens whose text nobody has asked for; none where a stop may end it
         self._num_taken = 0
         self._forces = forces and matcher is not None
         self._steering = steering
@@ -169,6 +170,8 @@ class Generation:
 
     def force(self) -> ForcedRun:
         """Take every token that the constraint leaves no choice about, up to the end of the output if one is met."""
+        if not self._forces and not self._unscored:
+            return NOTHING_FORCED
         first = len(self.output_ids)
         kept = [self._take(TokenLogprob(token_id, None)) for token_id in self._forced()]
         if len(self.output_ids) > first:
@@ -267,6 +270,9 @@ class Generation:
             self.logprobs.append(entry)
         if self.before_text is not None:
             self.before_text()
+        if not self.decoder.has_stops:
+            self._untold.append(entry.token_id)
+            return
         try:
             self._new_text.append(self.decoder.push(entry.token_id))
         except ConstraintTooComplex as error:  # a stop pattern that takes too long
@@ -284,7 +290,7 @@ class Generation:
         if not self.sampling.no_stop_trim:
             return None
         if is_eos and self.decoder.finished_by is None:
-            self._before_eos = self.decoder.text.removesuffix(self._eos_text(token_id))
+            self._before_eos = self.text.removesuffix(self._eos_text(token_id))
         return None if is_eos else token_id
 
     def _eos_text(self, token_id: int) -> str:
@@ -292,8 +298,21 @@ class Generation:
             return ""
         return self._tokenizer.token_bytes(token_id, skip_special_tokens=False).decode("utf-8", "replace")
 
+    @property
+    def text(self) -> str:
+        """The output's text so far; once it has ended, all of it."""
+        self._decode()
+        return self.decoder.text
+
+    def _decode(self) -> None:
+        """Bring the text up to date with the tokens."""
+        if self._untold:
+            self._new_text.append(self.decoder.push_all(self._untold))
+            self._untold.clear()
+
     def take_delta(self) -> tuple[str, tuple[int, ...]]:
         """Text that became final, and ids that were drawn, since the last call."""
+        self._decode()
         text, ids = "".join(self._new_text), tuple(self.output_ids[self._num_taken :])
         self._new_text.clear()
         self._num_taken = len(self.output_ids)
@@ -301,7 +320,7 @@ class Generation:
 
     def keep(self) -> Kept:
         """What of the output stays in the state."""
-        text = self.decoder.text
+        text = self.text
         if self._before_eos is not None:
             return Kept(len(self.output_ids) - 1, self._seam_text + self._before_eos, "")
         if self.decoder.finished_by is None:
@@ -314,4 +333,5 @@ class Generation:
     def _end(self, finish: str, matched: str | int | None) -> None:
         self.finish = finish
         self.matched = matched
+        self._decode()
         self._new_text.append(self.decoder.finish())

@@ -124,7 +124,7 @@ class Drawing:
     def finish(self) -> ValueEvent:
         """The value, once the request is done. What stays of the output is in the branch's state from now on."""
         generation, request, branch = self._generation, self.request, self.branch
-        value, kept = generation.decoder.text, generation.keep()
+        value, kept = generation.text, generation.keep()
         usage = request.usage()
         if kept.num_tokens < len(generation.output_ids):
             self._scheduler.truncate(branch.sequence, request.prompt_len + kept.num_tokens)

@@ -82,6 +82,11 @@ class StreamDecoder:
         self._boundary_chars = [0]
 
     @property
+    def has_stops(self) -> bool:
+        """Whether anything but the end of the tokens may end the text."""
+        return bool(self._stops)
+
+    @property
     def num_tokens(self) -> int:
         """Tokens pushed until the text was finished."""
         return self._num_tokens
@@ -105,6 +110,25 @@ class StreamDecoder:
             self._boundary_tokens.append(self._num_tokens)
             self._boundary_chars.append(len(self._text))
         return self._release(seen) if new else ""
+
+    def push_all(self, token_ids: Sequence[int]) -> str:
+        """Add tokens one after another; the text that became final with them."""
+        if self._stops or self._skip_bytes:
+            return "".join(map(self.push, token_ids))
+        if self._done:
+            return ""
+        utf8, length = self._utf8, len(self._text)
+        pieces: list[str] = []
+        for number, token_id in enumerate(token_ids, start=self._num_tokens + 1):
+            piece = utf8.decode(self._bytes(token_id))
+            pieces.append(piece)
+            length += len(piece)
+            if not utf8.getstate()[0]:
+                self._boundary_tokens.append(number)
+                self._boundary_chars.append(length)
+        self._num_tokens += len(token_ids)
+        self._text += "".join(pieces)
+        return self._show(length)
 
     def finish(self) -> str:
         """End the text; what was held back. Incomplete bytes become one U+FFFD. A second call returns nothing."""

@@ -35,6 +35,18 @@ def test_stop_split_over_tokens_does_not_leak() -> None:
     assert decoder.tokens_for_text(len(decoder.text)) == (1, "DE")
 
 
+@given(st.lists(st.binary(max_size=3), max_size=12), st.lists(st.integers(0, 12), max_size=4))
+def test_tokens_that_are_added_together_are_those_added_one_by_one(tokens: list[bytes], cuts: list[int]) -> None:
+    shown, decoder = run(tokens)
+    together = StreamDecoder(Scripted(*tokens))
+    edges = sorted({0, len(tokens), *(min(cut, len(tokens)) for cut in cuts)})
+    text = "".join(together.push_all(range(*edge)) for edge in pairwise(edges)) + together.finish()
+    assert text == "".join(shown) == decoder.text == together.text
+    assert together.num_tokens == decoder.num_tokens
+    for length in range(len(text) + 1):
+        assert together.tokens_for_text(length) == decoder.tokens_for_text(length)
+
+
 def test_held_text_is_released_when_ambiguity_ends() -> None:
     shown, decoder = run([b"DEF", b"G", b"X", b"F"], "FGH")
     assert shown == ["DE", "", "FGX", "", "F"]
