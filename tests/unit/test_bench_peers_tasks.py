@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import queue
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -20,7 +20,7 @@ from sgl.bench.harness import PairPlan
 from sgl.bench.load import Snapshot
 from sgl.bench.pairs import Interval, Ratio, Result
 from sgl.bench.plain import PlainBackend
-from sgl.bench.program_drivers import LIBRARIES, run_task, serve
+from sgl.bench.program_drivers import LIBRARIES, TransformersDriver, run_task, serve
 from sgl.bench.program_page import peer_page
 from sgl.bench.program_peers import PeerReport, TaskComparison, compare_peer
 from sgl.bench.program_process import LibraryPeer, Peer
@@ -32,6 +32,7 @@ from sgl.bench.program_workloads import NEEDS, PeerBackend
 from sgl.bench.workloads import WORKLOADS
 from sgl.errors import BenchError, ConfigError
 from sgl.runtime.engine import Engine
+from sgl.runtime.text.tokenizer import Tokenizer
 
 
 class EngineDriver(Driver):
@@ -296,3 +297,35 @@ def test_a_page_without_a_figure() -> None:
 
 def _fields(result: Result) -> dict[str, Any]:
     return {name: getattr(result, name) for name in result.__struct_fields__}
+
+
+@pytest.fixture
+def tiny_folder(tmp_path: Path) -> Iterator[Path]:
+    """A random model as transformers writes one, with bytes as its tokens."""
+    transformers = pytest.importorskip("transformers")
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = transformers.LlamaConfig(vocab_size=512, eos_token_id=[258], bos_token_id=256, **sizes)
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
+    (tmp_path / "tokenizer.json").write_text(Tokenizer.toy().save().backend)
+    yield tmp_path
+    torch.set_grad_enabled(True)
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.filterwarnings("ignore:.past_key_values. is deprecated")
+def test_what_transformers_keeps_changes_no_answer(tiny_folder: Path) -> None:
+    driver = TransformersDriver(str(tiny_folder), "float32", 1)
+    asked = [
+        Request(prompt="To be sure", max_tokens=6, exact=True),
+        *(Request(prompt=prompt, options=("x", "yz", "a b c")) for prompt in ("One two", "One two three", "One")),
+        Request(prompt="Or", max_tokens=3, exact=True),
+    ]
+    together = driver.answer(asked)
+    for request, text in zip(asked, together, strict=True):
+        driver.forget()
+        assert driver.answer([request]) == [text]
+        assert not request.options or text in request.options
