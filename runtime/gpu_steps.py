@@ -180,7 +180,7 @@ class GpuSteps:
         if placed is not None and follows_known and max(lengths) > 1:
             verify = self._verify_graph(verified_size(len(chunks), max(lengths), len(token_ids)))
             if verify is not None:
-                host.blocks = blocks_of(host, starts, lengths, placed.first)
+                host.blocks = blocks_of(starts, lengths, placed.first)
         trees = _NO_TREES
         if any(chunk.parents for chunk in chunks):
             ancestors = [ancestors_of(chunk.parents) if chunk.parents else None for chunk in chunks]

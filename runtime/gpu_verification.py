@@ -10,6 +10,7 @@ Shapes: T tokens and B chunks of the recorded size, R rows of logits that are wa
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -32,7 +33,7 @@ _NO_TREE = 2**31 - 1
 _PER_TOKEN, _PER_CHUNK = 9, 6
 
 
-def blocks_of(host: HostPlan, starts: list[int], lengths: list[int], first_pages: Ids) -> Ids:
+def blocks_of(starts: Sequence[int], lengths: Sequence[int], first_pages: Ids) -> Ids:
     """`[C, 6]`, each chunk of a step as one block of queries; see `PagedPlan.blocks`. Trees are entered afterwards."""
     blocks = np.zeros((len(starts), _PER_CHUNK), dtype=np.int32)
     blocks[:, 0] = np.cumsum([0, *lengths[:-1]])

@@ -281,7 +281,7 @@ def test_drafts_beyond_the_end(trees: bool) -> None:
 
         def branches(self, request: Request, room: int) -> Sequence[Proposal]:
             way = self.propose(request, (), room).token_ids
-            return [Proposal([*way[:1], ord("x"), *way[2:]], "oracle", 3)] if trees else []
+            return [Proposal([*way[:1], ord("f"), *way[2:]], "oracle", 3)] if trees else []
 
     constrained = Gen(
         id=1,
@@ -289,7 +289,7 @@ def test_drafts_beyond_the_end(trees: bool) -> None:
         constraint=Regex(pattern="[a-f]{3,5}(xyz)?"),
         sampling=Sampling(max_new_tokens=30, temperature=0.0),
     )
-    for node in (constrained, gen(1, n=20, stop=("q",)), gen(1, n=3)):
+    for node in (constrained, gen(1, n=20, stop=("q",)), gen(1, n=4)):
         on, _ = both(node, make=lambda: drafter(Past(0.0)), programs=4)
         assert on.core.stats.drafted_tokens
         assert bool(trees_of(on)) == trees
