@@ -15,8 +15,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PYTEST := $(BIN)/python -m pytest --import-mode=importlib
-# Processes that share the suite, a file at a time: much of it waits for processes that start.
+# Processes that share the suite, a file at a time and in the order of the folders: long files come first, as `e2e` and
+# `faults` do, and short ones (`unit`, docstrings) fill up the end.
 WORKERS ?= 2
+SPREAD = --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 help:
 	@echo "make demo | test | lint | docs | test-slow | test-long | test-gpu | clean   (see README.md)"
@@ -30,10 +32,11 @@ $(READY): pyproject.toml constraints.txt
 	  echo "'$(PYTHON) -m venv' failed. On Debian and Ubuntu install the package python3-venv, then run make again." >&2; \
 	  exit 1; }
 	@echo "Setting up $(VENV), once: torch and a few smaller packages are fetched, which takes a while." >&2
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) \
+	@# Modules are compiled when they are imported: most of torch and transformers never is.
+	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) \
 	  --editable '.[dev]'
 	@# instructor, which tests talk to the server with, bounds jiter and rich below what openai wants, and works with these.
-	$(BIN)/python -m pip install --quiet --no-deps instructor==1.17.0
+	$(BIN)/python -m pip install --quiet --no-compile --no-deps instructor==1.17.0
 	@touch $@
 
 demo: $(READY)
@@ -46,7 +49,7 @@ lint: $(READY)
 	$(BIN)/mypy -p sgl
 
 test: lint
-	$(PYTEST) --doctest-modules --numprocesses $(WORKERS) --dist loadfile -m "not gpu and not slow" sgl tests
+	$(PYTEST) --doctest-modules $(SPREAD) -m "not gpu and not slow" tests sgl
 
 # README, rooms, tutorials and the API reference as HTML in build/docs; needs no network.
 docs: $(READY)

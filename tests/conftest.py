@@ -93,17 +93,26 @@ def exact_smollm2() -> Iterator[Engine]:
 def child_processes() -> dict[int, str]:
     """Direct children of this process: pid -> command line. Zombies count: somebody forgot to wait for them."""
     children: dict[int, str] = {}
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit():
+    own = b"%d" % os.getpid()
+    for pid in os.listdir("/proc"):
+        if not pid.isdigit():
             continue
         try:
-            parent = (entry / "stat").read_text().rpartition(")")[2].split()[1]
-            command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            if _read(f"/proc/{pid}/stat").rpartition(b")")[2].split(None, 2)[1] == own:
+                command = _read(f"/proc/{pid}/cmdline").replace(b"\0", b" ").decode(errors="replace")
+                children[int(pid)] = command or "zombie"
         except (FileNotFoundError, ProcessLookupError):  # it ended meanwhile
             continue
-        if int(parent) == os.getpid():
-            children[int(entry.name)] = command or "zombie"
     return children
+
+
+def _read(path: str) -> bytes:
+    """What a file of `/proc` says, in as few calls as can be: before and after each test there are hundreds."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return os.read(descriptor, 65536)
+    finally:
+        os.close(descriptor)
 
 
 def lasting_threads() -> set[threading.Thread]:

@@ -320,7 +320,7 @@ TOPICS = (
 
 
 @pytest.mark.parametrize(
-    ("num_topics", "new_tokens"), [(10, 3), pytest.param(25, 16, marks=pytest.mark.slow)], ids=["20", "50"]
+    ("num_topics", "new_tokens"), [(10, 2), pytest.param(25, 16, marks=pytest.mark.slow)], ids=["20", "50"]
 )
 def test_smollm2_prompts(num_topics: int, new_tokens: int) -> None:
     """Two prompts per topic in every way; the longer outputs of the slow case also under pressure."""

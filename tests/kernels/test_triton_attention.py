@@ -154,7 +154,10 @@ GROUPED = [(180, 1, None, 1), (9, 1, None, 0), (170, 1, None, 2), (160, 1, None,
 GROUPED += [(50, 2, None, 0), (151, 1, None, 2), (160, 1, None, 1)]
 
 
-@dtypes_and_pages
+@pytest.mark.parametrize(
+    ("dtype", "page_size"),
+    ALL if HAS_GPU else [SOME[1], *(pytest.param(*pair, marks=pytest.mark.slow) for pair in (SOME[0], SOME[2]))],
+)
 @pytest.mark.parametrize("splits", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_groups_read_their_prefix_once(dtype: torch.dtype, page_size: int, splits: int) -> None:
     """Two groups, whose prefixes end within a block, beside a row and a chunk in none; tiles smaller than a group, and
