@@ -168,7 +168,7 @@ def _canonical(value: Any, name: str, kinds: tuple[type, ...], expected: str, er
             value = json.loads(value)
         except json.JSONDecodeError as error:
             raise error_type(
-                f"{name} is not JSON: {error}", hint="pass a dict, or the text of a JSON object", pointer=""
+                f"{name} is not JSON: {error}", hint="give a JSON object, or its text", pointer=""
             ) from None
         except RecursionError:
             raise error_type(f"{name} is nested too deeply to be read", pointer="") from None

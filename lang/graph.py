@@ -412,7 +412,7 @@ def validate(graph: Graph, live: Iterable[int] = (MAIN_BRANCH,), limits: Limits 
             case Gen(sampling=Sampling(n=n)) if n != 1:
                 raise InvalidProgram(
                     f"generation {node.name!r} has n={n}; a node draws one sample",
-                    hint="lower it with sgl.lang.graph.lower_samples",
+                    hint="give each sample a node of its own (in Python: sgl.lang.graph.lower_samples)",
                     location=node.location,
                 )
             case Role(role=role, begin=begin):

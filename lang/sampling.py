@@ -56,7 +56,7 @@ def check_integer(name: str, value: Any, *, low: int, high: int = 2**63 - 1) -> 
 
 def _check_bool(name: str, value: Any) -> None:
     if not isinstance(value, bool):
-        raise InvalidParameter(f"{name} is {_shown(value)}; expected True or False", param=name)
+        raise InvalidParameter(f"{name} is {_shown(value)}; expected true or false", param=name)
 
 
 def _check_count(name: str, values: tuple[Any, ...], most: int, what: str) -> None:
@@ -294,7 +294,7 @@ def _bias(name: str, value: Any) -> tuple[tuple[int, float], ...]:
     if not isinstance(value, Mapping):
         raise InvalidParameter(
             f"{name} is {_shown(value)}; expected a mapping of token id to number",
-            hint=f"for example {name}={{42: -100}}, which all but forbids token 42",
+            hint=f'for example {{"42": -100}} for {name}, which all but forbids token 42',
             param=name,
         )
     if len(value) > DEFAULT_LIMITS.max_logit_bias:  # before any of them is looked at

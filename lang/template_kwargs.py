@@ -41,7 +41,7 @@ def check_template_kwargs(given: Any) -> None:
         sgl.errors.InvalidParameter: chat_template_kwargs has 'tools' (give the tools to the generation)
     """
     if not isinstance(given, dict):
-        raise InvalidParameter(f"{PARAM} is {given!r}; expected a dict of variables", param=PARAM)
+        raise InvalidParameter(f"{PARAM} is {given!r}; expected a mapping of variables to values", param=PARAM)
     if not given:
         return
     for name in given:

@@ -315,7 +315,7 @@ def pack(message: ToWorker | ToClient) -> bytes:
     except OverflowError:
         raise InvalidParameter("a number does not fit 64 bits", hint="pass a smaller one") from None
     except TypeError as error:
-        raise InvalidParameter(f"a value cannot be sent: {error}", hint="pass plain Python values") from None
+        raise InvalidParameter(f"a value cannot be sent: {error}", hint="pass plain values") from None
 
 
 def check_types(message: ToWorker) -> None:

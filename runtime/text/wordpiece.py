@@ -142,7 +142,7 @@ def _refuse(config: dict[str, Any], folder: Path, known: dict[str, tuple[Any, ..
 def too_long(num_tokens: int, max_len: int) -> PromptTooLong:
     """The error of an input that the model does not take whole."""
     return PromptTooLong(
-        f"the input has {num_tokens} tokens; the model takes {max_len}", hint="shorten it, or pass truncate=True"
+        f"the input has {num_tokens} tokens; the model takes {max_len}", hint="shorten it, or set truncate"
     )
 
 

@@ -14,9 +14,11 @@ import difflib
 import json
 import re
 from collections.abc import Mapping
+from functools import cache
 from typing import Any, TypeVar, get_origin
 
 import msgspec
+from msgspec import inspect
 from starlette.requests import ClientDisconnect, Request
 
 from sgl.errors import BodyTimeout, BodyTooLarge, Cancelled, InvalidParameter, UnsupportedMediaType
@@ -32,6 +34,7 @@ MAX_TURNS = 4096
 """Turns of a conversation, parts of their contents included: some 30 ms of work."""
 _NESTING = re.compile(rb'"(?:[^"\\]++|\\.)*+"|[\[{]|[\]}]', re.DOTALL)
 _AT = re.compile(r" - at `\$\.?(?P<path>[^`]*)`$")
+_STEPS = re.compile(r"\[(?:\d+|\.\.\.)\]|[^.\[\]]+")
 _UNKNOWN = re.compile(r"Object contains unknown field `(?P<field>[^`]*)`")
 
 
@@ -133,7 +136,7 @@ def decode_now(body: bytes, kind: type[T], lenient: bool = False) -> tuple[T, li
         except msgspec.ValidationError as error:
             found = _UNKNOWN.search(str(error))
             if found is None:
-                raise _invalid(error) from None
+                raise _invalid(error, kind) from None
             path = _path(error)
             hint = _nearest(kind, found["field"], path)
             if not lenient:
@@ -195,10 +198,53 @@ def check_turns(name: str, turns: Any) -> None:
         )
 
 
-def _invalid(error: msgspec.ValidationError) -> InvalidParameter:
+def _invalid(error: msgspec.ValidationError, kind: Any) -> InvalidParameter:
     path = _path(error)
     text = _AT.sub("", str(error))
-    return InvalidParameter(f"{path or 'the body'}: {text[:1].lower()}{text[1:]}", param=path or None)
+    allowed = _allowed(kind, path) if text.startswith("Invalid ") else []
+    return InvalidParameter(
+        f"{path or 'the body'}: {text[:1].lower()}{text[1:]}",
+        hint=f"expected {' or '.join(allowed)}" if allowed else "",
+        param=path or None,
+    )
+
+
+def _allowed(kind: Any, path: str) -> list[str]:
+    """The values, as JSON, that a field may have which takes some only.
+
+    Example:
+        >>> from typing import Literal
+        >>> _allowed(dict[str, list[Literal["low", "high"]]], "[...][0]")
+        ['"high"', '"low"']
+    """
+    here: list[inspect.Type] = [_type(kind)]
+    for step in _STEPS.findall(path):
+        here = [inner for each in here for outer in _alternatives(each) for inner in _inside(outer, step)]
+    literals = [each for outer in here for each in _alternatives(outer) if isinstance(each, inspect.LiteralType)]
+    return sorted({json.dumps(value) for each in literals for value in each.values})
+
+
+@cache
+def _type(kind: Any) -> inspect.Type:
+    return inspect.type_info(kind)
+
+
+def _alternatives(of: inspect.Type) -> tuple[inspect.Type, ...]:
+    return of.types if isinstance(of, inspect.UnionType) else (of,)
+
+
+def _inside(of: inspect.Type, step: str) -> list[inspect.Type]:
+    """What is one step into a value: a field by its name, or an item (`[0]`)."""
+    match of:
+        case inspect.StructType():
+            tags = [inspect.LiteralType((of.tag,))] if step == of.tag_field else []
+            return [*tags, *(field.type for field in of.fields if field.encode_name == step)]
+        case inspect.ListType() if step.startswith("["):
+            return [of.item_type]
+        case inspect.DictType() if step.startswith("["):
+            return [of.value_type]
+        case _:
+            return []
 
 
 def _path(error: msgspec.ValidationError) -> str:
