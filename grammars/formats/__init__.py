@@ -36,7 +36,7 @@ from sgl.grammars.formats.events import (
 from sgl.grammars.formats.format import ToolFormat, ToolPrompt, supports_tools
 from sgl.grammars.formats.parser import StreamParser, began_inside, is_open, stream_parser
 from sgl.grammars.formats.shapes import ReasoningFormat
-from sgl.grammars.formats.tools import Tool, ToolChoice, choice_of, tools_of
+from sgl.grammars.formats.tools import Tool, ToolChoice, allowed_of, choice_of, tools_of
 
 __all__ = [
     "REASONING_FORMATS",
@@ -55,6 +55,7 @@ __all__ = [
     "ToolChoice",
     "ToolFormat",
     "ToolPrompt",
+    "allowed_of",
     "began_inside",
     "choice_of",
     "detect_reasoning_format",

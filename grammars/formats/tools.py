@@ -89,7 +89,7 @@ def _tool(item: Any, index: int) -> Tool:
     if not isinstance(fields, Mapping) or not isinstance(fields.get("name"), str):
         raise InvalidParameter(
             f"tools[{index}] has no name",
-            hint='pass functions, or {"type": "function", "function": {"name": ..., "parameters": ...}}',
+            hint='give {"type": "function", "function": {"name": ..., "parameters": ...}}, or in Python a function',
             param="tools",
         )
     name = str(fields["name"])
@@ -110,6 +110,33 @@ def _tool(item: Any, index: int) -> Tool:
     return Tool(name, str(fields.get("description") or ""), schema, bool(fields.get("strict")))
 
 
+def allowed_of(given: Any, tools: tuple[Tool, ...]) -> tuple[Any, tuple[Tool, ...]]:
+    """A tool choice with the tools that it leaves: OpenAI's `allowed_tools` names some of those there are.
+
+    Raises:
+        InvalidParameter: a mode, or a tool, that there is not.
+
+    Example:
+        >>> named = {"mode": "required", "tools": [{"type": "function", "function": {"name": "f"}}]}
+        >>> mode, tools = allowed_of({"type": "allowed_tools", "allowed_tools": named}, (Tool("f"), Tool("g")))
+        >>> mode, [tool.name for tool in tools]
+        ('required', ['f'])
+    """
+    if not isinstance(given, Mapping) or given.get("type") != "allowed_tools":
+        return given, tools
+    allowed = given.get("allowed_tools")
+    mode = allowed.get("mode") if isinstance(allowed, Mapping) else None
+    named = allowed.get("tools") if isinstance(allowed, Mapping) else None
+    if mode not in ("auto", "required") or not isinstance(named, list) or not named:
+        raise InvalidParameter(
+            "tool_choice of type allowed_tools has no mode auto or required, or no tools",
+            hint='give {"mode": "auto", "tools": [{"type": "function", "function": {"name": ...}}]}',
+            param="tool_choice",
+        )
+    names = {choice_of(each if isinstance(each, Mapping) else {}, tools).name for each in named}
+    return mode, tuple(tool for tool in tools if tool.name in names)
+
+
 def choice_of(given: Any, tools: tuple[Tool, ...]) -> ToolChoice:
     """A tool choice from `auto`, `none`, `required`, or a tool's name as OpenAI's API writes it.
 
@@ -128,6 +155,7 @@ def choice_of(given: Any, tools: tuple[Tool, ...]) -> ToolChoice:
     if isinstance(given, Mapping):
         name = given.get("function", given)
         name = name.get("name") if isinstance(name, Mapping) else None
+        name = name if isinstance(name, str) else None
     if name is None and given not in ("auto", "none", "required"):
         raise InvalidParameter(
             f"tool_choice is {given!r}; expected 'auto', 'none', 'required' or "

@@ -30,6 +30,7 @@ from sgl.server.anthropic_types import (
 from sgl.server.call import Call, Server
 from sgl.server.dialogue import Plan, count_tokens, planned, reasoning_of, start, steps
 from sgl.server.failures import error_message
+from sgl.server.openai.turns import Turns, plain
 from sgl.server.openai.types import (
     ChatRequest,
     FunctionCall,
@@ -119,12 +120,12 @@ async def _spent(events: AsyncGenerator[Object, None]) -> None:
 async def _planned(call: Call, body: CountRequest) -> Plan:
     if not body.messages:
         raise EmptyPrompt("messages is empty", hint="give at least one message", param="messages")
-    turns = _Turns()
+    turns = Turns()
     if body.system:
         text = body.system if isinstance(body.system, str) else "\n".join(block.text for block in body.system)
         turns.add(Message(role="system", content=text), "system")
     for index, turn in enumerate(body.messages):
-        turns.turn(turn, f"messages[{index}]")
+        _add(turns, turn, f"messages[{index}]")
     is_open = body.messages[-1].role == "assistant"  # the answer goes on with what the client has written of it
     fields: Object = {}
     if isinstance(body, MessagesRequest):
@@ -144,53 +145,37 @@ async def _planned(call: Call, body: CountRequest) -> Plan:
     return await planned(call, request, name="messages", places=turns.places)
 
 
-class _Turns:
-    """Messages of a chat as turns come."""
+def _add(turns: Turns, turn: Turn, place: str) -> None:
+    """Append a turn: results of tools are messages of their own, before its text."""
+    if isinstance(turn.content, str):
+        turns.add(Message(role=turn.role, content=turn.content), place)
+        return
+    parts: list[Part] = []
+    calls: list[ToolCall] = []
+    for number, block in enumerate(turn.content):
+        where = f"{place}.content[{number}]"
+        _check(turn, block, where)
+        match block:
+            case TextBlock() | ImageBlock():
+                parts.append(_part(block, where))
+            case ToolUseBlock(id=id, name=name, input=input):
+                calls.append(ToolCall(id=id, function=FunctionCall(name, json.dumps(input, ensure_ascii=False))))
+            case ToolResultBlock():
+                turns.add(_result(block, where), where)
+            case ThinkingBlock() | RedactedThinkingBlock():
+                pass
+    if parts or calls:
+        turns.add(Message(role=turn.role, content=plain(parts) or None, tool_calls=calls or None), place)
+    elif not any(isinstance(block, ToolResultBlock) for block in turn.content):
+        raise InvalidParameter(f"{place}.content is empty", hint="give text", param=f"{place}.content")
 
-    def __init__(self) -> None:
-        self.messages: list[Message] = []
-        self.places: list[str] = []
 
-    def add(self, message: Message, place: str) -> None:
-        """Append a message."""
-        self.messages.append(message)
-        self.places.append(place)
-
-    def turn(self, turn: Turn, place: str) -> None:
-        """Append a turn: results of tools are messages of their own, before its text."""
-        if isinstance(turn.content, str):
-            self.add(Message(role=turn.role, content=turn.content), place)
-            return
-        parts: list[Part] = []
-        calls: list[ToolCall] = []
-        for number, block in enumerate(turn.content):
-            where = f"{place}.content[{number}]"
-            self._check(turn, block, where)
-            match block:
-                case TextBlock() | ImageBlock():
-                    parts.append(_part(block, where))
-                case ToolUseBlock(id=id, name=name, input=input):
-                    calls.append(ToolCall(id=id, function=FunctionCall(name, json.dumps(input, ensure_ascii=False))))
-                case ToolResultBlock():
-                    self.add(_result(block, where), where)
-                case ThinkingBlock() | RedactedThinkingBlock():
-                    pass
-        if parts or calls:
-            content = "".join(part.text for part in parts if isinstance(part, TextPart))
-            has_images = any(isinstance(part, ImagePart) for part in parts)
-            self.add(
-                Message(role=turn.role, content=(parts if has_images else content) or None, tool_calls=calls or None),
-                place,
-            )
-        elif not any(isinstance(block, ToolResultBlock) for block in turn.content):
-            raise InvalidParameter(f"{place}.content is empty", hint="give text", param=f"{place}.content")
-
-    def _check(self, turn: Turn, block: Block, where: str) -> None:
-        wanted = {ToolUseBlock: "assistant", ToolResultBlock: "user"}.get(type(block), turn.role)
-        if turn.role != wanted:
-            raise InvalidParameter(
-                f"{where} is a block of the {wanted}'s in a turn of the {turn.role}'s", hint="move it", param=where
-            )
+def _check(turn: Turn, block: Block, where: str) -> None:
+    wanted = {ToolUseBlock: "assistant", ToolResultBlock: "user"}.get(type(block), turn.role)
+    if turn.role != wanted:
+        raise InvalidParameter(
+            f"{where} is a block of the {wanted}'s in a turn of the {turn.role}'s", hint="move it", param=where
+        )
 
 
 def _part(block: TextBlock | ImageBlock, where: str) -> Part:

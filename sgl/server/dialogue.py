@@ -30,6 +30,7 @@ from sgl.grammars.formats import (
     StreamParser,
     Tool,
     ToolFormat,
+    allowed_of,
     choice_of,
     merged,
     message_parser,
@@ -74,7 +75,7 @@ class Plan:
     """A request, understood.
 
     Attributes:
-        tools: that the model may call; empty when there are none or `tool_choice` is none.
+        tools: that the model may call; empty when there are none or `tool_choice` is none. It may be told of more.
         reasoning: its format where reasoning is told apart from the answer.
         one_call: later calls of a message are left out.
         opening: what the prompt ends with, which may have begun or ended the reasoning.
@@ -120,7 +121,8 @@ async def planned(call: Call, body: ChatRequest, *, name: str = "chat", places: 
     fmt = tool_format(server.config.tool_call_parser or server.formats.get("tool") or "hermes")
     reasoning = reasoning_of(server)
     tools = tools_of(body.tools or ())
-    choice = choice_of(body.tool_choice, tools)
+    wanted, callable_tools = allowed_of(body.tool_choice, tools)
+    choice = choice_of(wanted, callable_tools)
     parallel = body.parallel_tool_calls is not False
     sampling = sampling_of(call, body)
     told = tools if choice.mode != "none" else ()
@@ -140,7 +142,7 @@ async def planned(call: Call, body: ChatRequest, *, name: str = "chat", places: 
         id=len(nodes),
         name="answer",
         sampling=sampling,
-        constraint=_constraint(body, fmt, tools, choice, parallel),
+        constraint=_constraint(body, fmt, callable_tools, choice, parallel),
         reasoning=reasoning.name if reasoning is not None else None,
     )
     samples = [gen] if sampling.n == 1 else lower_samples(gen, range(1, sampling.n + 1))
@@ -149,7 +151,7 @@ async def planned(call: Call, body: ChatRequest, *, name: str = "chat", places: 
         graph=Graph(nodes=(*nodes, *samples)),
         options=options,
         sampling=sampling,
-        tools=told,
+        tools=callable_tools if told else (),
         tool_format=fmt,
         reasoning=shown,
         one_call=not parallel,
@@ -334,12 +336,13 @@ Piece: TypeAlias = Said | Thought | CallBegins | CallArguments | CallEnds
 
 
 class Step(NamedTuple):
-    """What an event of the engine adds to a sample; `value` comes with its last one."""
+    """What an event of the engine adds to a sample; `value` comes with its last one, and then counts all its tokens."""
 
     sample: int
     pieces: list[Piece]
     logprobs: Sequence[TokenLogprob] = ()
     value: ValueEvent | None = None
+    num_tokens: int = 0
 
 
 @dataclass
@@ -381,7 +384,7 @@ async def steps(plan: Plan, events: AsyncGenerator[Event, None]) -> AsyncGenerat
         match event:
             case DeltaEvent():
                 sample = samples[event.node]
-                yield Step(sample.index, sample.feed(event.text), event.logprobs)
+                yield Step(sample.index, sample.feed(event.text), event.logprobs, num_tokens=len(event.token_ids))
             case ValueEvent():
                 sample = samples[event.node]
                 yield Step(sample.index, sample.end(event), value=event)

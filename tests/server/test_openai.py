@@ -6,10 +6,11 @@ import base64
 import json
 import re
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import httpx2
 import openai
+import pydantic
 import pytest
 from support.serving import Served, serving
 
@@ -167,6 +168,31 @@ def test_a_tool_call_and_its_result(client: openai.OpenAI, choice: Any) -> None:
     assert chat(client, [*USER, said, result], tools=[TOOL], tool_choice="none").choices[0].finish_reason
 
 
+def test_the_clients_own_streams_understand_calls_and_formats(client: openai.OpenAI) -> None:
+    strict: Any = {"type": "function", "function": {**TOOL["function"], "strict": True}}
+    asked: dict[str, Any] = {"model": "tiny", "messages": USER, "temperature": 0, "max_tokens": 200}
+    calling = {"tools": [strict], "tool_choice": "required", "parallel_tool_calls": False}
+    with client.chat.completions.stream(**asked, **calling) as stream:
+        events = list(stream)
+        final = stream.get_final_completion()
+    (done,) = [event for event in events if event.type == "tool_calls.function.arguments.done"]
+    (call,) = final.choices[0].message.tool_calls or []
+    assert done.parsed_arguments == call.function.parsed_arguments
+    assert final.choices[0].finish_reason == "tool_calls"
+
+    class Answer(pydantic.BaseModel):
+        n: Literal[1, 22]
+
+    with client.chat.completions.stream(**asked, response_format=Answer, logprobs=True, top_logprobs=1) as stream:
+        events = list(stream)
+        parsed = stream.get_final_completion()
+    assert isinstance(parsed.choices[0].message.parsed, Answer)
+    assert {event.type for event in events} >= {"content.done", "logprobs.content.done"}
+    logprobs = parsed.choices[0].logprobs
+    assert logprobs is not None
+    assert "".join(entry.token for entry in logprobs.content or ()) == parsed.choices[0].message.content
+
+
 def test_a_format_is_for_the_answer_and_not_for_the_call_that_is_wanted(client: openai.OpenAI) -> None:
     wanted = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"enum": [1, 22]}}}
     asked = {"tools": [TOOL], "response_format": wanted, "max_tokens": 200}
@@ -216,6 +242,77 @@ def test_completions_of_ids_in_a_stream(client: openai.OpenAI, dummy_engine: Eng
         for choice in chunk.choices:
             texts[choice.index] += choice.text
     assert [texts[0], texts[1]] == [output["text"] for output in whole]
+
+
+def test_a_stream_tells_its_usage_as_it_goes(served: Served, client: openai.OpenAI) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    asked: dict[str, Any] = {**GREEDY, "model": "tiny", "stream": True, "stream_options": options, "n": 2}
+    streams = (
+        client.chat.completions.create(messages=USER, **asked),
+        client.completions.create(prompt=["ab", [3, 4, 5]], **asked),  # type: ignore[list-item]
+    )
+    for stream in streams:
+        *chunks, last = [chunk.usage for chunk in stream]
+        assert {usage.prompt_tokens for usage in chunks} == {last.prompt_tokens}
+        counts = [usage.completion_tokens for usage in chunks]
+        assert counts == sorted(counts)
+        assert counts[0] < counts[-1] == last.completion_tokens
+        assert all(usage.total_tokens == usage.prompt_tokens + usage.completion_tokens for usage in chunks)
+    body = {"messages": USER, "stream": True, "max_tokens": 1, "stream_options": {"continuous_usage_stats": True}}
+    answer = httpx2.post(f"{served.url}/v1/chat/completions", json=body)
+    assert "x-warning" not in answer.headers
+
+
+@pytest.mark.parametrize("mode", ["required", "auto"])
+def test_of_the_tools_told_some_may_be_called(client: openai.OpenAI, mode: str) -> None:
+    other = {"type": "function", "function": {**TOOL["function"], "name": "other"}}
+    named = [{"type": "function", "function": {"name": "weather"}}]
+    choice = {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": named}}
+    asked: dict[str, Any] = {"tools": [other, TOOL], "max_tokens": 100, "parallel_tool_calls": False}
+    answer = chat(client, **asked, tool_choice=choice)
+    calls = answer.choices[0].message.tool_calls or []
+    assert [call.function.name for call in calls] == (["weather"] if mode == "required" else [])
+    assert answer.usage.prompt_tokens == chat(client, **asked).usage.prompt_tokens  # it is told of both
+    for wrong in ({"mode": "none", "tools": named}, {"mode": mode, "tools": []}, {"mode": mode, "tools": [{}]}, None):
+        with pytest.raises(openai.BadRequestError) as failure:
+            chat(client, **asked, tool_choice={"type": "allowed_tools", "allowed_tools": wrong})
+        assert failure.value.param == "tool_choice"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param", "allowed"),
+    [
+        ("chat/completions", {"messages": [{"role": "boss", "content": ""}]}, "messages[0].role", "assistant"),
+        ("chat/completions", {"messages": [{"role": "user", "content": [{"type": "txt"}]}]},
+         "messages[0].content[0].type", "image_url"),
+        ("chat/completions", {"messages": USER, "response_format": {"type": "jsn"}}, "response_format.type",
+         "json_schema"),
+        ("responses", {"input": [{"role": "boss", "content": ""}]}, "input[0].role", "developer"),
+        ("embeddings", {"input": "a", "encoding_format": "hex"}, "encoding_format", "base64"),
+    ],
+)  # fmt: skip
+def test_errors_name_the_values_that_there_are(
+    served: Served, path: str, body: dict[str, Any], param: str, allowed: str
+) -> None:
+    error = httpx2.post(f"{served.url}/v1/{path}", json=body).json()["error"]
+    assert error["param"] == param
+    assert f'"{allowed}"' in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/generate", {"text": "a", "sampling_params": {"logit_bias": [1]}}),
+        ("/generate", {"text": "a", "sampling_params": {"ignore_eos": 3}}),
+        ("/generate", {"text": "a", "sampling_params": {"json_schema": "{"}}),
+        ("/v1/chat/completions", {"messages": USER, "tools": [{"type": "function"}]}),
+        ("/v1/chat/completions", {"messages": USER, "json_schema": "{"}),
+    ],
+)
+def test_errors_speak_of_json(served: Served, path: str, body: dict[str, Any]) -> None:
+    answer = httpx2.post(f"{served.url}{path}", json=body)
+    assert answer.status_code == 400
+    assert not re.search(r"True|False|None|dict|tuple|=\{|pass functions", answer.json()["error"]["message"])
 
 
 def test_errors_are_the_clients_own(client: openai.OpenAI) -> None:
@@ -282,6 +379,9 @@ def test_a_streamed_echo_has_the_logprobs_of_the_prompt(client: openai.OpenAI) -
         ({"messages": [{"role": "assistant", "content": "a", "function_call": {}}]}, "messages[0].function_call"),
         ({"tools": [{"type": "custom", "custom": {"name": "f"}}]}, "tools[0].type"),
         ({"modalities": ["audio"]}, "modalities"),
+        ({"audio": {"voice": "a", "format": "wav"}}, "audio"),
+        ({"web_search_options": {}}, "web_search_options"),
+        ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": ["weather"]}}}, "tool_choice"),
         ({"store": True}, "store"),
     ],
 )
@@ -292,7 +392,9 @@ def test_what_has_no_meaning_here_is_refused_by_name(served: Served, body: dict[
 
 
 def test_what_changes_nothing_is_taken_with_a_warning(served: Served) -> None:
-    asked = {"messages": USER, "max_tokens": 1, "service_tier": "flex", "verbosity": "low", "modalities": ["text"]}
+    asked: Any = {"messages": USER, "max_tokens": 1, "service_tier": "flex", "verbosity": "low", "modalities": ["text"]}
+    asked |= {"user": "u", "metadata": {"a": "b"}, "store": False, "prompt_cache_key": "k", "safety_identifier": "s"}
+    asked |= {"prompt_cache_options": {"mode": "explicit"}, "prompt_cache_retention": "24h", "seed": 1}
     answer = httpx2.post(f"{served.url}/v1/chat/completions", json=asked).json()
     assert answer["warnings"] == ["service_tier has no effect here", "verbosity has no effect here"]
 

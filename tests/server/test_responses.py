@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FrameType
 from typing import Any, Literal
 
 import openai
@@ -16,6 +18,8 @@ from support.thinker import write_thinker
 from sgl.errors import NotFound
 from sgl.runtime.engine import Engine
 from sgl.server.openai.responses_store import ResponseStore
+from sgl.server.openai.turns import Turns
+from sgl.server.openai.types import ImagePart, ImageUrl, Message, TextPart
 
 GREEDY: dict[str, Any] = {"model": "tiny", "temperature": 0.0}
 TOOL: dict[str, Any] = {
@@ -120,11 +124,44 @@ class Trip(pydantic.BaseModel):
     days: Literal[1, 2]
 
 
+def test_of_the_tools_told_some_may_be_called(client: openai.OpenAI) -> None:
+    allowed = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "weather"}]}
+    both = [{**TOOL, "name": "other"}, TOOL]
+    answer = ask(client, tools=both, tool_choice=allowed, max_output_tokens=200, parallel_tool_calls=False)
+    assert [item.name for item in answer.output] == ["weather"]
+    assert answer.tool_choice.model_dump() == allowed
+    with pytest.raises(openai.BadRequestError, match="'weather'"):
+        ask(client, tools=both[:1], tool_choice=allowed)
+
+
 def test_structured_output_is_parsed(client: openai.OpenAI) -> None:
     found = client.responses.parse(**GREEDY, input="Hi", text_format=Trip, max_output_tokens=200)
     assert isinstance(found.output_parsed, Trip)
     json_object = ask(client, text={"format": {"type": "json_object"}}, max_output_tokens=300)
     assert json_object.status == "incomplete" or isinstance(json.loads(json_object.output_text), dict)
+
+
+def test_the_clients_own_stream_understands_calls_and_formats(client: openai.OpenAI) -> None:
+    asked: dict[str, Any] = {**GREEDY, "input": "Hi", "max_output_tokens": 200}
+    calling: Any = {"tools": [{**TOOL, "strict": True}], "tool_choice": "required", "parallel_tool_calls": False}
+    with client.responses.stream(**asked, **calling) as stream:
+        types = [event.type for event in stream]
+        (call,) = stream.get_final_response().output
+    assert call.type == "function_call"
+    assert call.parsed_arguments["city"] in ("Oslo", "Rome")  # type: ignore[index]
+    assert types[2] == "response.output_item.added"
+    assert types[-3:] == [
+        "response.function_call_arguments.done", "response.output_item.done", "response.completed"
+    ]  # fmt: skip
+    with client.responses.stream(**asked, text_format=Trip) as stream:
+        types = [event.type for event in stream]
+        assert isinstance(stream.get_final_response().output_parsed, Trip)
+    order = [
+        "response.created", "response.in_progress", "response.output_item.added", "response.content_part.added",
+        "response.output_text.delta", "response.output_text.done", "response.content_part.done",
+        "response.output_item.done", "response.completed",
+    ]  # fmt: skip
+    assert list(dict.fromkeys(types)) == order
 
 
 def test_logprobs(client: openai.OpenAI) -> None:
@@ -166,6 +203,72 @@ def test_nothing_is_kept_unless_the_operator_wants_it(dummy_engine: Engine) -> N
                 ask(client, model="default", **more)
         with pytest.raises(openai.APIStatusError, match="--response-store-bytes"):
             client.responses.retrieve(answer.id)
+
+
+def test_what_a_response_answers_is_listed(client: openai.OpenAI, served: Served) -> None:
+    first = ask(client, "One", instructions="S")
+    second = ask(client, [{"role": "user", "content": "Two"}], previous_response_id=first.id)
+    listed = list(client.responses.input_items.list(second.id, order="asc", limit=2))  # it asks for both pages
+    assert [item.content[0].text for item in listed] == ["One", first.output_text, "Two"]
+    assert [item.id for item in listed[::-1]] == [item.id for item in client.responses.input_items.list(second.id)]
+    assert len({item.id for item in listed}) == 3
+    for wrong in ({"order": "up"}, {"limit": "0"}, {"after": "x"}):
+        with pytest.raises(openai.BadRequestError) as failure:
+            client.responses.input_items.list(second.id, extra_query=wrong)
+        assert failure.value.param == next(iter(wrong))
+    with reached(served, "two") as other, pytest.raises(openai.NotFoundError):
+        other.responses.input_items.list(second.id)
+    with pytest.raises(openai.BadRequestError, match="none in the background"):
+        client.responses.cancel(second.id)
+    with pytest.raises(openai.NotFoundError):
+        client.responses.cancel("resp_none")
+
+
+def test_system_turns_of_parts_are_one(client: openai.OpenAI) -> None:
+    turns = [
+        {"role": "system", "content": [{"type": "input_text", "text": "A"}]},
+        {"role": "developer", "content": "B"},
+        {"role": "system", "content": [{"type": "input_text", "text": "C"}]},
+        {"role": "user", "content": "Hi"},
+    ]
+    said = chat(client, [{"role": "system", "content": "A\n\nB\n\nC"}, {"role": "user", "content": "Hi"}])
+    answer = ask(client, turns)
+    assert answer.output_text == said.choices[0].message.content
+    assert answer.usage.input_tokens == said.usage.prompt_tokens
+    image = ImagePart(ImageUrl("data:image/png;base64,"))
+    merged = Turns()
+    for content in ([TextPart("A"), image], "B"):
+        merged.add(Message(role="system", content=content), "x")
+    assert merged.messages[0].content == [TextPart("A"), image, TextPart("\n\n"), TextPart("B")]
+
+
+def test_the_store_does_as_much_for_many_as_for_few() -> None:
+    def work(size: int) -> int:
+        store = ResponseStore(max_bytes=2**30, lease_s=10, clock=lambda: 0.0)
+        for number in range(size):
+            store.keep("a", {"id": str(number)}, [])
+        return num_operations(lambda: (store.keep("a", {"id": "x"}, []), store.find("a", "5"), store.delete("a", "5")))
+
+    assert work(2000) == work(20)
+
+
+def num_operations(work: Callable[[], Any]) -> int:
+    """Instructions that Python executes."""
+    count = 0
+
+    def trace(frame: FrameType, event: str, arg: Any) -> Any:
+        nonlocal count
+        frame.f_trace_opcodes = True
+        count += event == "opcode"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        work()
+    finally:
+        sys.settrace(before)
+    return count
 
 
 def test_the_store_is_bounded_and_lets_go() -> None:

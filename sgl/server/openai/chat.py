@@ -23,6 +23,7 @@ from sgl.server.dialogue import (
     Thought,
     ToolCall,
     answers,
+    count_tokens,
     planned,
     start,
     steps,
@@ -30,8 +31,8 @@ from sgl.server.dialogue import (
 from sgl.server.failures import openai_errors
 from sgl.server.openai.logprobs import chat_logprobs
 from sgl.server.openai.sampling import check_tools
-from sgl.server.openai.types import ChatRequest
-from sgl.server.openai.usage import finish_reason, usage_body
+from sgl.server.openai.types import ChatRequest, StreamOptions
+from sgl.server.openai.usage import RunningUsage, finish_reason, usage_body
 from sgl.server.routes import Routes
 
 routes = Routes(openai_errors("messages"))
@@ -46,8 +47,11 @@ async def chat_completions(call: Call, body: ChatRequest) -> Any:
     head = {"id": new_id("chatcmpl"), "created": int(time.time()), "model": call.server.model}
     events = start(call, plan).events()
     if body.stream:
-        include = body.stream_options is not None and body.stream_options.include_usage
-        return call.stream(_chunks(head, plan, events, renderer, usage=include))
+        wanted = body.stream_options or StreamOptions()
+        running = None
+        if wanted.continuous_usage_stats:
+            running = RunningUsage(await count_tokens(call.server, plan))
+        return call.stream(_chunks(head, plan, events, renderer, usage=wanted.include_usage, running=running))
     found = await call.while_connected(answers(plan, events))
     return {
         **head,
@@ -105,15 +109,15 @@ async def _chunks(
     renderer: ModelRenderer | None,
     *,
     usage: bool,
+    running: RunningUsage | None,
 ) -> AsyncGenerator[dict[str, Any], None]:
     told: set[int] = set()
     callers: set[int] = set()
     values: dict[int, ValueEvent] = {}
 
     def chunk(choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
-        return {
-            **head, "object": "chat.completion.chunk", "choices": choices, **({"usage": None} if usage else {}), **more
-        }  # fmt: skip
+        so_far = {"usage": running.body() if running is not None else None} if usage or running is not None else {}
+        return {**head, "object": "chat.completion.chunk", "choices": choices, **so_far, **more}
 
     def choice(sample: int, delta: dict[str, Any], logprobs: Any = None, **more: Any) -> dict[str, Any]:
         if sample not in told:
@@ -122,6 +126,8 @@ async def _chunks(
         return chunk([{"index": sample, "delta": delta, "logprobs": logprobs, "finish_reason": None, **more}])
 
     async for step in steps(plan, events):
+        if running is not None:
+            running.take(step.sample, step.num_tokens, step.value)
         if any(isinstance(piece, CallBegins) for piece in step.pieces):
             callers.add(step.sample)
         deltas = _deltas(step.pieces)

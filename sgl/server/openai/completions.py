@@ -6,6 +6,7 @@ events into OpenAI's objects. Choices are numbered prompt by prompt, sample by s
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
@@ -32,8 +33,8 @@ from sgl.server.call import Call, Server, new_id
 from sgl.server.failures import openai_errors
 from sgl.server.openai.logprobs import Offsets, text_logprobs
 from sgl.server.openai.sampling import constraint_in, sampling_of
-from sgl.server.openai.types import CompletionRequest
-from sgl.server.openai.usage import finish_reason, usage_of
+from sgl.server.openai.types import CompletionRequest, StreamOptions
+from sgl.server.openai.usage import RunningUsage, finish_reason, usage_of
 from sgl.server.routes import Routes
 from sgl.server.running import Running, merged
 
@@ -90,8 +91,13 @@ async def completions(call: Call, body: CompletionRequest) -> Any:
     programs = [call.start(graph, options) for graph in graphs]
     samples = _samples(prompts, graphs, renderer if body.echo else None)
     if body.stream:
-        include = body.stream_options is not None and body.stream_options.include_usage
-        return call.stream(_chunks(call.server, programs, samples, renderer, include, not options.stream))
+        wanted = body.stream_options or StreamOptions()
+        running = None
+        if wanted.continuous_usage_stats:
+            running = RunningUsage(await asyncio.to_thread(_num_tokens, await call.server.renderer(), prompts))
+        return call.stream(
+            _chunks(call.server, programs, samples, renderer, wanted.include_usage, running, not options.stream)
+        )
     return await call.while_connected(_whole(call.server, programs, samples, sampling, renderer))
 
 
@@ -202,6 +208,20 @@ def _logprobs(sample: Sample, value: ValueEvent, renderer: ModelRenderer) -> dic
     return text_logprobs([*value.prompt_logprobs, *value.logprobs], renderer, places)
 
 
+def _num_tokens(renderer: ModelRenderer, prompts: Sequence[str | tuple[int, ...]]) -> int:
+    """Tokens of all prompts, as the engine counts them."""
+    total = 0
+    for prompt in prompts:
+        if isinstance(prompt, str):
+            state = renderer.state()
+            state.add_text(prompt)
+            state.flush()
+            total += len(state.ids)
+        else:
+            total += len(prompt)
+    return total
+
+
 def _usage(samples: Sequence[dict[int, Sample]]) -> dict[str, Any]:
     """Of all programs; the samples of one share its prompt."""
     values = [[sample.value for sample in own.values() if sample.value is not None] for own in samples]
@@ -219,6 +239,7 @@ async def _chunks(
     samples: Sequence[dict[int, Sample]],
     renderer: ModelRenderer | None,
     include_usage: bool,
+    running: RunningUsage | None,
     is_whole: bool,
 ) -> AsyncGenerator[dict[str, Any], None]:
     head = {"id": new_id("cmpl"), "object": "text_completion", "created": int(time.time()), "model": server.model}
@@ -228,13 +249,16 @@ async def _chunks(
             sample.told = True
             text = sample.prompt + text
         choice = {"index": sample.index, "text": text, "logprobs": logprobs, "finish_reason": None, **more}
-        return {**head, "choices": [choice], **({"usage": None} if include_usage else {})}
+        so_far = running.body() if running is not None else None
+        return {**head, "choices": [choice], **({"usage": so_far} if include_usage or running is not None else {})}
 
     async for index, event in merged(programs):
         match event:
             case DeltaEvent():
                 sample = samples[index][event.node]
                 sample.length += len(event.text)
+                if running is not None:
+                    running.take(sample.index, len(event.token_ids))
                 logprobs = (
                     text_logprobs(event.logprobs, renderer, sample.places)
                     if renderer is not None and event.logprobs
@@ -245,6 +269,8 @@ async def _chunks(
             case ValueEvent():
                 sample = samples[index][event.node]
                 sample.value = event
+                if running is not None:
+                    running.take(sample.index, 0, event)
                 ending = {"finish_reason": finish_reason(event)}
                 if event.matched is not None:
                     ending["matched_stop"] = str(event.matched)

@@ -8,10 +8,10 @@ asked and said in between is a dialogue as everywhere (`sgl.server.dialogue`). R
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from typing import Any
 
-from sgl.errors import SglError, Unsupported
+from sgl.errors import InvalidParameter, SglError, Unsupported
 from sgl.lang.graph import Event
 from sgl.runtime.rendering import ModelRenderer
 from sgl.server.bodies import check_turns
@@ -27,6 +27,9 @@ from sgl.server.openai.types import Object
 from sgl.server.routes import Routes
 
 routes = Routes(openai_errors("input"))
+
+MAX_LISTED = 100
+"""Items of one page."""
 
 
 @routes.post("/v1/responses", "user", ResponseRequest)
@@ -61,12 +64,67 @@ async def retrieve(call: Call) -> Any:
     return _needed(call.server).find(call.tenant, call.request.path_params["id"]).response
 
 
+@routes.get("/v1/responses/{id}/input_items", "user")
+async def list_input_items(call: Call) -> Any:
+    """What a kept response answers: the items of its conversation before its output, the newest first."""
+    id = call.request.path_params["id"]
+    kept = _needed(call.server).find(call.tenant, id)
+    shown = [_shown_item(item, f"{id}_{index}") for index, item in enumerate(kept.input)]
+    return _page(shown, call.request.query_params)
+
+
+@routes.post("/v1/responses/{id}/cancel", "user")
+async def cancel(call: Call) -> Any:
+    """Refused: only a response in the background could be cancelled, and there are none."""
+    _needed(call.server).find(call.tenant, call.request.path_params["id"])
+    raise Unsupported(
+        "the response has ended: there are none in the background", hint="close the connection of one that is running"
+    )
+
+
 @routes.delete("/v1/responses/{id}", "user")
 async def delete(call: Call) -> Any:
     """Forget a response."""
     id = call.request.path_params["id"]
     _needed(call.server).delete(call.tenant, id)
     return {"id": id, "object": "response", "deleted": True}
+
+
+def _shown_item(item: Object, id: str) -> Object:
+    """An item as clients know it: with a type and an id, and its text in parts."""
+    shown: Object = {"type": "message", **item, "id": item.get("id") or id}
+    if shown["type"] == "message" and isinstance(shown["content"], str):
+        kind = "output_text" if shown["role"] == "assistant" else "input_text"
+        shown["content"] = [{"type": kind, "text": shown["content"]}]
+    return shown
+
+
+def _page(items: list[Object], asked: Mapping[str, str]) -> Object:
+    """A page of a list: `order` (`desc`), `after` (an id), `limit` (20).
+
+    Raises:
+        InvalidParameter: one of them is none of those that there are.
+    """
+    order = asked.get("order", "desc")
+    if order not in ("asc", "desc"):
+        raise InvalidParameter(f"order is {order!r}", hint="expected asc or desc", param="order")
+    limit = asked.get("limit", "20")
+    if not (limit.isascii() and limit.isdigit() and 1 <= int(limit) <= MAX_LISTED):
+        raise InvalidParameter(f"limit is {limit!r}", hint=f"expected 1 to {MAX_LISTED}", param="limit")
+    listed = items if order == "asc" else items[::-1]
+    if (after := asked.get("after")) is not None:
+        ids = [item["id"] for item in listed]
+        if after not in ids:
+            raise InvalidParameter(f"after is {after!r}", hint="expected the id of a listed item", param="after")
+        listed = listed[ids.index(after) + 1 :]
+    page = listed[: int(limit)]
+    return {
+        "object": "list",
+        "data": page,
+        "first_id": page[0]["id"] if page else None,
+        "last_id": page[-1]["id"] if page else None,
+        "has_more": len(listed) > len(page),
+    }
 
 
 def _store(server: Server, body: ResponseRequest) -> ResponseStore | None:

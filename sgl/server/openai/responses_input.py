@@ -27,6 +27,7 @@ from sgl.server.openai.responses_types import (
     ResponseRequest,
     TextFormat,
 )
+from sgl.server.openai.turns import Turns, plain
 from sgl.server.openai.types import (
     ChatRequest,
     FunctionCall,
@@ -81,6 +82,10 @@ def refuse(body: ResponseRequest) -> None:
     for name, why in _NOT_HERE.items():
         if getattr(body, name):
             raise Unsupported(f"{name}: {why}", hint="leave it out", param=name)
+    if body.reasoning is not None and body.reasoning.mode not in (None, "standard"):
+        raise Unsupported(
+            f"reasoning.mode is {body.reasoning.mode!r}; there is standard", hint="leave it out", param="reasoning.mode"
+        )
     if body.truncation == "auto":
         raise Unsupported("truncation is 'auto'; nothing is cut here", hint="leave it out", param="truncation")
     for name in body.include or ():
@@ -111,12 +116,12 @@ def chat_request(call: Call, body: ResponseRequest, items: Sequence[Object], num
     Raises:
         InvalidRequest: an item, a tool or a format that cannot be used.
     """
-    turns = _Turns()
+    turns = Turns()
     if body.instructions:
         turns.add(Message(role="system", content=body.instructions), "instructions")
     for index, raw in enumerate(items):
         place = f"input[{index - num_earlier}]" if index >= num_earlier else "previous_response_id"
-        turns.item(_item(call, raw, place), place)
+        _add(turns, _item(call, raw, place), place)
     fields: dict[str, Any] = {name: getattr(body, name) for name in _SAME if getattr(body, name) is not None}
     fields["max_completion_tokens"] = body.max_output_tokens
     fields["tools"] = [_tool(tool, index) for index, tool in enumerate(body.tools or ())] or None
@@ -135,42 +140,19 @@ class _Chat(msgspec.Struct, frozen=True):
     places: list[str]
 
 
-class _Turns:
-    """Messages as items come."""
-
-    def __init__(self) -> None:
-        self.messages: list[Message] = []
-        self.places: list[str] = []
-
-    def add(self, message: Message, place: str) -> None:
-        """Append a turn."""
-        self.messages.append(message)
-        self.places.append(place)
-
-    def item(self, item: Item, place: str) -> None:
-        """Append an item, to the turn that is there if it belongs to it."""
-        match item:
-            case MessageItem(role=role, content=content):
-                self._message(role, _content(content, place), place)
-            case CallItem():
-                call = ToolCall(id=item.call_id, function=FunctionCall(item.name, item.arguments))
-                if not self.messages or self.messages[-1].role != "assistant":
-                    self.add(Message(role="assistant", tool_calls=[]), place)
-                last = self.messages[-1]
-                last.tool_calls = [*(last.tool_calls or ()), call]
-            case OutputItem():
-                output = _content(item.output, f"{place}.output")
-                self.add(Message(role="tool", content=output, tool_call_id=item.call_id, name=item.name), place)
-            case ReasoningItem():
-                pass
-
-    def _message(self, role: Any, content: str | list[ChatPart], place: str) -> None:
-        last = self.messages[-1] if self.messages else None
-        is_system = role in ("system", "developer")
-        if is_system and last is not None and last.role == "system" and isinstance(content, str):
-            last.content = f"{last.content}\n\n{content}"  # templates take one system turn
-        else:
-            self.add(Message(role="system" if is_system else role, content=content), place)
+def _add(turns: Turns, item: Item, place: str) -> None:
+    """Append an item, to the turn that is there if it belongs to it."""
+    match item:
+        case MessageItem(role=role, content=content):
+            said = _content(content, place)
+            turns.add(Message(role="system" if role == "developer" else role, content=said), place)
+        case CallItem():
+            turns.call(ToolCall(id=item.call_id, function=FunctionCall(item.name, item.arguments)), place)
+        case OutputItem():
+            output = _content(item.output, f"{place}.output")
+            turns.add(Message(role="tool", content=output, tool_call_id=item.call_id, name=item.name), place)
+        case ReasoningItem():
+            pass
 
 
 def _item(call: Call, raw: Object, place: str) -> Item:
@@ -211,9 +193,7 @@ def _content(given: str | list[Part], place: str) -> str | list[ChatPart]:
                 parts.append(RefusalPart(text))
             case _:
                 parts.append(TextPart(part.text))
-    if all(isinstance(part, TextPart) for part in parts):
-        return "".join(part.text for part in parts if isinstance(part, TextPart))
-    return parts
+    return plain(parts)
 
 
 def _tool(tool: Object, index: int) -> Object:
@@ -228,10 +208,13 @@ def _tool(tool: Object, index: int) -> Object:
 
 
 def _choice(given: str | Object | None) -> str | Object | None:
+    """A choice in the words of chat completions."""
     if not isinstance(given, dict) or given.get("type") == "function":
         return given
+    if given.get("type") == "allowed_tools":
+        return {"type": "allowed_tools", "allowed_tools": {name: given[name] for name in given if name != "type"}}
     raise Unsupported(
-        f"tool_choice is of type {given.get('type')!r}; expected auto, none, required or a function",
+        f"tool_choice is of type {given.get('type')!r}; expected auto, none, required, a function or allowed_tools",
         hint='give {"type": "function", "name": ...}',
         param="tool_choice",
     )

@@ -2,6 +2,9 @@
 
 Owns the bound on their bytes, their lease and whose they are: a tenant finds its own alone. When there is no room, the
 oldest goes of the tenant that holds the most, so that none flushes another's out. They end with the server.
+
+All have one lease, so the oldest expires first: what an operation drops it finds at the front, and each response is
+dropped once. Making room looks at the tenants, which are as many as the server has keys.
 """
 
 from __future__ import annotations
@@ -9,7 +12,7 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from sgl.errors import NotFound
@@ -24,6 +27,19 @@ class Kept:
     items: list[dict[str, Any]]
     num_bytes: int
     until: float
+
+    @property
+    def input(self) -> list[dict[str, Any]]:
+        """What the response answers: the items before its output."""
+        return self.items[: len(self.items) - len(self.response.get("output", ()))]
+
+
+@dataclass
+class _Holding:
+    """What one tenant holds; ids in the order in which they came."""
+
+    ids: OrderedDict[str, None] = field(default_factory=OrderedDict)
+    num_bytes: int = 0
 
 
 class ResponseStore:
@@ -48,13 +64,14 @@ class ResponseStore:
         self._max_bytes = max_bytes
         self._lease_s = lease_s
         self._clock = clock
-        self._kept: dict[str, OrderedDict[str, Kept]] = {}  # by tenant, oldest first
-        self._bytes: dict[str, int] = {}
+        self._kept: OrderedDict[tuple[str, str], Kept] = OrderedDict()  # by tenant and id, oldest first
+        self._held: dict[str, _Holding] = {}
+        self._num_bytes = 0
 
     @property
     def num_bytes(self) -> int:
         """Held now."""
-        return sum(self._bytes.values())
+        return self._num_bytes
 
     def keep(self, tenant: str, response: dict[str, Any], items: list[dict[str, Any]]) -> bool:
         """Keep a response; False where it is larger than all there may be."""
@@ -62,12 +79,15 @@ class ResponseStore:
         if num_bytes > self._max_bytes:
             return False
         self._drop_expired()
-        while self.num_bytes + num_bytes > self._max_bytes:
-            largest = max(self._bytes, key=lambda each: self._bytes[each])
-            self._drop(largest, next(iter(self._kept[largest])))
-        kept = Kept(response, items, num_bytes, self._clock() + self._lease_s)
-        self._kept.setdefault(tenant, OrderedDict())[response["id"]] = kept
-        self._bytes[tenant] = self._bytes.get(tenant, 0) + num_bytes
+        while self._num_bytes + num_bytes > self._max_bytes:
+            largest = max(self._held, key=lambda each: self._held[each].num_bytes)
+            self._drop(largest, next(iter(self._held[largest].ids)))
+        id = response["id"]
+        self._kept[tenant, id] = Kept(response, items, num_bytes, self._clock() + self._lease_s)
+        holding = self._held.setdefault(tenant, _Holding())
+        holding.ids[id] = None
+        holding.num_bytes += num_bytes
+        self._num_bytes += num_bytes
         return True
 
     def find(self, tenant: str, id: str, param: str | None = None) -> Kept:
@@ -77,8 +97,8 @@ class ResponseStore:
             NotFound: there is none with this id, or no longer.
         """
         self._drop_expired()
-        if tenant in self._kept and id in self._kept[tenant]:
-            return self._kept[tenant][id]
+        if (kept := self._kept.get((tenant, id))) is not None:
+            return kept
         raise NotFound(
             f"there is no response {id!r}",
             hint="it may have expired; send the whole conversation as input",
@@ -92,12 +112,17 @@ class ResponseStore:
 
     def _drop_expired(self) -> None:
         now = self._clock()
-        for tenant in list(self._kept):
-            for id in [id for id, kept in self._kept[tenant].items() if kept.until <= now]:
-                self._drop(tenant, id)
+        while self._kept:
+            (tenant, id), oldest = next(iter(self._kept.items()))
+            if oldest.until > now:
+                return
+            self._drop(tenant, id)
 
     def _drop(self, tenant: str, id: str) -> None:
-        kept = self._kept[tenant].pop(id)
-        self._bytes[tenant] -= kept.num_bytes
-        if not self._kept[tenant]:
-            del self._kept[tenant], self._bytes[tenant]
+        kept = self._kept.pop((tenant, id))
+        holding = self._held[tenant]
+        del holding.ids[id]
+        holding.num_bytes -= kept.num_bytes
+        self._num_bytes -= kept.num_bytes
+        if not holding.ids:
+            del self._held[tenant]

@@ -35,6 +35,7 @@ class ReasoningOptions(msgspec.Struct, forbid_unknown_fields=True):
     """`reasoning`; summaries are not written, the reasoning itself is given."""
 
     effort: str | None = None
+    mode: str | None = None
     summary: str | None = None
     generate_summary: str | None = None
     encrypted_content: bool | None = None

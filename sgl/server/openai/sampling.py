@@ -54,6 +54,9 @@ _GONE = {
 _NOT_HERE = {
     "lora_path": "adapters are not served here",
     "chat_template": "templates in requests are not taken: they are code",
+    "audio": "answers are text",
+    "moderation": "there is no moderation here",
+    "web_search_options": "nothing is searched; offer a search as a tool",
 }
 ANY_OBJECT = canonical_schema({"type": "object"})
 
@@ -92,16 +95,11 @@ def refuse(body: Common) -> None:
 def without_effect(body: Common) -> list[str]:
     """Warnings about fields that ask for something and change nothing here."""
     asked = [
-        ("stream_options.continuous_usage_stats", _wants_usage_everywhere(body)),
         ("service_tier", body.service_tier not in (None, "auto", "default")),
         ("verbosity", getattr(body, "verbosity", None) not in (None, "medium")),
         ("prediction", getattr(body, "prediction", None) is not None),
     ]
     return [f"{name} has no effect here" for name, is_asked in asked if is_asked]
-
-
-def _wants_usage_everywhere(body: Common) -> bool:
-    return body.stream_options is not None and body.stream_options.continuous_usage_stats
 
 
 _TOOL = {"type", "function", "cache_control"}

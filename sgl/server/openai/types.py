@@ -15,7 +15,7 @@ Object: TypeAlias = dict[str, Any]
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
-    """`include_usage` adds a last chunk with usage; `continuous_usage_stats` has no effect but a warning."""
+    """`include_usage` adds a last chunk with usage; `continuous_usage_stats` puts what there is so far into each."""
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
@@ -27,6 +27,7 @@ class TextPart(msgspec.Struct, tag="text", tag_field="type", forbid_unknown_fiel
 
     text: str
     cache_control: Any = None
+    prompt_cache_breakpoint: Any = None
     annotations: Any = None
 
 
@@ -42,6 +43,7 @@ class ImagePart(msgspec.Struct, tag="image_url", tag_field="type", forbid_unknow
 
     image_url: ImageUrl
     cache_control: Any = None
+    prompt_cache_breakpoint: Any = None
 
 
 class RefusalPart(msgspec.Struct, tag="refusal", tag_field="type"):
@@ -170,6 +172,7 @@ class Common(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
+    prompt_cache_options: Any = None
     # --- refused by name, see `sampling.refuse` ---
     guided_json: Any = None
     guided_regex: Any = None
@@ -207,6 +210,9 @@ class ChatRequest(Common, kw_only=True):
     # --- refused by name ---
     functions: Any = None
     function_call: Any = None
+    audio: Any = None
+    moderation: Any = None
+    web_search_options: Any = None
 
 
 class CompletionRequest(Common, kw_only=True):

@@ -25,6 +25,28 @@ def usage_body(values: Sequence[ValueEvent]) -> dict[str, Any]:
     )
 
 
+class RunningUsage:
+    """`usage` of a request whose stream goes on: its prompts, and what was generated so far."""
+
+    def __init__(self, prompt_tokens: int) -> None:
+        self._prompt_tokens = prompt_tokens
+        self._completion_tokens: dict[int, int] = {}
+
+    def take(self, sample: int, num_tokens: int, value: ValueEvent | None = None) -> None:
+        """More tokens of a sample; its value has them all."""
+        before = self._completion_tokens.get(sample, 0)
+        self._completion_tokens[sample] = value.usage.completion_tokens if value is not None else before + num_tokens
+
+    def body(self) -> dict[str, Any]:
+        """The object `usage`."""
+        completion = sum(self._completion_tokens.values())
+        return {
+            "prompt_tokens": self._prompt_tokens,
+            "completion_tokens": completion,
+            "total_tokens": self._prompt_tokens + completion,
+        }
+
+
 def usage_of(*, prompt: int, cached: int, completion: int, reasoning: int = 0) -> dict[str, Any]:
     """The object `usage`."""
     body: dict[str, Any] = {
