@@ -76,6 +76,13 @@ class DeviceSampler(Sampler):
         judged: dict[int, list[int]] = {}  # rows of logits of chunks whose drafts are judged, by place in the plan
         first = num_masks = 0
         for place, chunk in enumerate(plan.chunks):
+            if not chunk.num_drafts and not chunk.scores:
+                if chunk.sample is not None:
+                    has_mask = chunk.sample.matcher is not None
+                    drawing.append(Draw(first, chunk.sample, num_masks if has_mask else None))
+                    num_masks += has_mask
+                    first += 1
+                continue
             offsets = chunk.logit_offsets
             if chunk.proposed is not None:
                 judged[place] = [first + offsets.index(offset) for offset, _ in chunk.draws]
@@ -276,6 +283,14 @@ class _Step:
         """See `Pending.wait`."""
         if self._copied is not None:
             self._copied.synchronize()
+        if self._is_plain:
+            codes = iter(self.codes.tolist())
+            return StepResult(
+                rows=tuple(
+                    RowResult(sequence=chunk.sequence, token_id=next(codes) if chunk.sample is not None else None)
+                    for chunk in self.plan.chunks
+                )
+            )
         drawn = iter(self._drawn())
         scored = iter(self.scores.read() if self.scores is not None else ())
         rows = []
@@ -301,6 +316,15 @@ class _Step:
                 )
             )
         return StepResult(rows=tuple(rows))
+
+    @property
+    def _is_plain(self) -> bool:
+        """Whether each chunk has drawn one usable token at most, and nobody wants more than that."""
+        if not self.drawing or self.scores is not None or self.logprobs is not None or self.raw is not None:
+            return False
+        if self.failures or self.judgements or (self.masks is not None and self.masks.wait().failures):
+            return False
+        return not any(chunk.checks for chunk in self.plan.chunks) and int(self.codes.min()) >= 0
 
     def _drawn(self) -> list[_Drawn]:
         """What came of each drawn row."""
