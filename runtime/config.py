@@ -272,6 +272,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         str | None, Meta(description="File to which the worker writes the step timeline, for ui.perfetto.dev.")
     ] = None
     log_level: Annotated[Literal["debug", "info", "warning", "error"], Meta(description="Of the worker.")] = "warning"
+    decode_log_interval: Annotated[
+        Count, Meta(description="Steps from one line of the log on how the engine does to the next, with log_level info.")
+    ] = 40
 
 
 def config_from_mapping(given: Mapping[str, Any]) -> EngineConfig:

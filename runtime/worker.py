@@ -74,6 +74,7 @@ from sgl.runtime.messages import (
 )
 from sgl.runtime.overrides import Settings, override
 from sgl.runtime.program_jobs import job_threads
+from sgl.runtime.step_log import StepLog
 from sgl.runtime.watchdog import Watchdog
 
 _JOB_THREADS = 4
@@ -123,8 +124,10 @@ class Worker:
         self._send(Ready(epoch=self._core.epoch, info=info))
         while True:
             if self._core.has_work:
+                self._step_log.wake()
                 self._poller.poll(0)
             else:
+                self._step_log.rest()
                 self._watchdog.idle()
                 self._poller.poll(self._idle_timeout())
             self._watchdog.busy()
@@ -133,7 +136,8 @@ class Worker:
             while self._socket.poll(0):
                 if not self._handle(self._socket.recv()):
                     return
-            self._core.step()
+            if self._core.step():
+                self._step_log.stepped(self._core.scheduler)
             self._flush_events()
 
     def _serve_encoder(self, config: EngineConfig, checkpoint: EncoderCheckpoint) -> None:
@@ -182,6 +186,7 @@ class Worker:
         )
         gc.freeze()
         gc.enable()
+        self._step_log = StepLog(config.decode_log_interval)
         self._settings = Settings(config=core.config, limits=core.limits, log_level=config.log_level)
         return core, info
 
