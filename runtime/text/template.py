@@ -27,6 +27,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
 from sgl.errors import InvalidProgram, UnsupportedModel
+from sgl.runtime.text.locality import is_local
 
 MAX_STEPS = 1_000_000
 """Loop steps and calls of one rendering; a conversation of a thousand turns takes some ten thousand."""
@@ -48,6 +49,10 @@ class ChatTemplate:
         source: Jinja source.
         special_tokens: `bos_token`, `eos_token` and the like, as the template's variables.
 
+    Attributes:
+        is_local: what it writes of a turn depends on that turn, whether it is the first or the last, and the first one
+            (see `locality`).
+
     Raises:
         UnsupportedModel: the source does not compile.
 
@@ -61,8 +66,10 @@ class ChatTemplate:
     def __init__(self, source: str, special_tokens: Mapping[str, str] | None = None) -> None:
         self.source = source
         self.special_tokens = dict(special_tokens or {})
+        self.is_local = False
         try:
             self._template = _ENVIRONMENT.from_string(source)
+            self.is_local = is_local(_ENVIRONMENT.parse(source))
         except (jinja2.TemplateError, RecursionError, SyntaxError) as error:
             raise UnsupportedModel(
                 f"the chat template does not compile: {error}", hint="correct the checkpoint's chat template"

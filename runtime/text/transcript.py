@@ -15,6 +15,10 @@ makes the state follow the rendering, and policy "keep" leaves the state and con
 around this turn alone. Text outside roles is part of the state, not of the conversation: the comparison passes it by,
 and a cut never removes it (then the state is kept, which the recorded `Cut` says).
 
+Of a template that looks at no turn but the first, the last and the one that it writes (`ChatTemplate.is_local`), and as
+long as the state is its rendering, the first and the last turn stand for the conversation: what the template adds to
+these two it adds to all of them. So a turn of a long conversation costs no more than one of a short one.
+
 Special tokens in message contents and in variables are taken apart by a private-use character while the template runs,
 so that only those that the template itself writes become special tokens.
 
@@ -115,6 +119,7 @@ class Transcript:
         self._pending: list[_Segment] = []
         self._messages: tuple[Mapping[str, str], ...] = ()
         self._content: tuple[str, ...] = ()
+        self._agrees = False  # the conversation in the state is what the template writes of it
 
     def copy(self) -> Transcript:
         """A branch that continues this one. The history is shared, and the pending pieces are copied by reference."""
@@ -124,6 +129,7 @@ class Transcript:
         other._pending = list(self._pending)
         other._messages = self._messages
         other._content = self._content
+        other._agrees = self._agrees
         return other
 
     # --- what is there ----------------------------------------------------------------------------------------------
@@ -253,13 +259,17 @@ class Transcript:
             raise InvalidProgram(
                 f"role {role!r} begins inside role {self.role!r}", hint=f"end {self.role!r} first: roles do not nest"
             )
-        rendering = self._render_beginning(template, self._messages, role)
-        if rendering is not None and not self._follow(rendering):
-            alone = self._render(template, self._messages)
-            delta = _after(rendering, alone)
-            if delta is None:
-                delta = self._render_beginning(template, (), role) or []
-            self._extend(delta)
+        if (added := self._added_by_beginning(template, role)) is not None:
+            self._extend(added)
+        else:
+            rendering = self._render_beginning(template, self._messages, role)
+            self._agrees = rendering is not None and self._follow(rendering)
+            if rendering is not None and not self._agrees:
+                alone = self._render(template, self._messages)
+                delta = _after(rendering, alone)
+                if delta is None:
+                    delta = self._render_beginning(template, (), role) or []
+                self._extend(delta)
         self.role = role
         self._content = ()
 
@@ -274,6 +284,17 @@ class Transcript:
         template = self._template(self.role)
         turn = {"role": self.role, "content": "".join(self._content)}
         messages = (*self._messages, turn)
+        if (added := self._added_by_ending(template, turn)) is not None:
+            self._extend(added)
+        else:
+            self._follow_ending(template, messages)
+        self._messages = messages
+        self.role = None
+        self._content = ()
+
+    def _follow_ending(self, template: ChatTemplate, messages: Sequence[Mapping[str, str]]) -> None:
+        """Make the state what the template writes of a conversation whose last turn ends."""
+        self._agrees = False
         try:
             rendering = self._render(template, messages)
         except InvalidProgram:
@@ -281,11 +302,40 @@ class Transcript:
                 raise
             # Some templates write the system message only with the user turn that follows: it waits for that.
             rendering = self._render(template, self._messages) if self._messages else []
-        if not self._follow(rendering):
-            self._extend(self._render_ending(template, turn))
-        self._messages = messages
-        self.role = None
-        self._content = ()
+            if not self._follow(rendering):
+                self._extend(self._render_ending(template, messages[-1]))
+            return
+        self._agrees = self._follow(rendering)
+        if not self._agrees:
+            self._extend(self._render_ending(template, messages[-1]))
+
+    # --- the first and the last turn for all of them ----------------------------------------------------------------
+
+    def _ends(self, template: ChatTemplate) -> tuple[Mapping[str, str], ...] | None:
+        """The two turns that stand for the conversation, where they do."""
+        if not (template.is_local and self._agrees and len(self._messages) > 2):
+            return None
+        return (self._messages[0], self._messages[-1])
+
+    def _added_by_beginning(self, template: ChatTemplate, role: str) -> list[Piece] | None:
+        """What the template writes before the content of a new turn; `None` where all of it has to be compared."""
+        if (ends := self._ends(template)) is None:
+            return None
+        try:
+            rendering = self._render_beginning(template, ends, role)
+        except InvalidProgram:
+            return None
+        return _after(rendering, self._render(template, ends)) if rendering is not None else None
+
+    def _added_by_ending(self, template: ChatTemplate, turn: Mapping[str, str]) -> list[Piece] | None:
+        """The same behind the content of the open turn."""
+        if (ends := self._ends(template)) is None:
+            return None
+        try:
+            before, whole = self._render_beginning(template, ends, turn["role"]), self._render(template, (*ends, turn))
+        except InvalidProgram:
+            return None
+        return _after(whole, [*before, Piece(turn["content"])]) if before is not None else None
 
     # --- rendering --------------------------------------------------------------------------------------------------
 

@@ -332,3 +332,77 @@ def test_whole_turns_are_the_same_as_one_by_one(source: str, add_bos: bool, size
     assert whole.flush() == each.flush()
     with pytest.raises(InternalError):
         whole.take_turns([])
+
+
+LOCAL = {PLAIN: True, TRIMMING: True, REASONING: True, MERGING: False}
+
+
+@pytest.mark.parametrize("source", LOCAL)
+@given(turns=st.lists(st.tuples(st.sampled_from("sua"), st.text(" ab<k>/", max_size=6), st.booleans()), max_size=9))
+@settings(max_examples=40, deadline=None)
+def test_the_first_and_the_last_turn_stand_for_all(source: str, turns: list[tuple[str, str, bool]]) -> None:
+    """The same state and cuts as where every turn is compared with the whole conversation."""
+    short, whole = Branch(source), Branch(source)
+    whole.tokenizer = copy.copy(whole.tokenizer)
+    whole.tokenizer.chat_template = ChatTemplate(source, {"bos_token": "<|bos|>"})
+    whole.tokenizer.chat_template.is_local = False
+    whole.transcript = Transcript(whole.tokenizer)
+    for branch in (short, whole):
+        for number, (role, text, generated) in enumerate(turns):
+            branch.turn({"s": "system", "u": "user", "a": "assistant"}[role], f"</think>{text}", gen=generated)
+            if text.startswith("k"):
+                branch.transcript.add_text("outside")
+            if text.startswith("b"):
+                branch.transcript = branch.transcript.copy()
+            if number % 3 == 2:
+                branch.flush()
+        branch.begin("assistant")
+        branch.flush()
+    assert (short.transcript.text, short.ids, short.cuts) == (whole.transcript.text, whole.ids, whole.cuts)
+
+
+def test_a_turn_of_a_long_conversation_renders_a_few_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    rendered: list[int] = []
+    render = ChatTemplate.render
+
+    def counted(self: ChatTemplate, messages: Any, *args: Any, **kwargs: Any) -> str:
+        rendered.append(len(messages))
+        return render(self, messages, *args, **kwargs)
+
+    monkeypatch.setattr(ChatTemplate, "render", counted)
+    branch = Branch()
+    for number in range(50):
+        branch.turn("user", f"{number}?")
+        branch.turn("assistant", f"{number}.", gen=True)
+    assert max(rendered[-200:]) == 3
+    assert sum(rendered) < 100 * 4 * 3
+    monkeypatch.undo()
+    branch.check()
+
+
+@pytest.mark.parametrize(
+    ("source", "local"),
+    [
+        *LOCAL.items(),
+        ("{% for m in messages %}{% if loop.index0 == 0 %}a{% endif %}{{ messages[0].content }}{% endfor %}", True),
+        ("{% set s = messages[0] %}{% for m in messages %}{% set t = m.content %}{{ s }}{{ t }}{% endfor %}", True),
+        ("{% for m in messages %}{% for p in m.content %}{{ loop.index }}{{ p }}{% endfor %}{% endfor %}", True),
+        ("{% for m in messages %}{{ loop.index0 % 2 }}{% endfor %}", False),
+        ("{% for m in messages %}{{ loop.index0 == n }}{% endfor %}", False),
+        ("{% for m in messages %}{{ loop.previtem }}{% endfor %}", False),
+        ("{% for m in messages %}{{ messages[1] }}{% endfor %}", False),
+        ("{% for m in messages %}{{ messages[-1] }}{% endfor %}", False),
+        ("{% for m in messages if m.role %}{{ m }}{% endfor %}", False),
+        ("{% for m in messages %}{{ m }}{% break %}{% endfor %}", False),
+        ("{% for m in messages[1:] %}{{ m }}{% endfor %}", False),
+        ("{% set all = messages %}{% for m in all %}{{ m }}{% endfor %}", False),
+        ("{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{{ ns.n }}{% endfor %}", False),
+        ("{% for m in messages %}{{ m }}{{ strftime_now('%d') }}{% endfor %}", False),
+        ("{% for m in messages %}{{ [1, 2]|random }}{% endfor %}", False),
+        ("{% for m in messages %}{{ m }}{% else %}nobody{% endfor %}", False),
+        ("{% for m in messages %}a{% endfor %}{% for m in messages %}b{% endfor %}", False),
+        ("{{ messages|length }}{% for m in messages %}{{ m }}{% endfor %}", False),
+    ],
+)
+def test_what_a_template_looks_at_is_known_from_its_syntax(source: str, local: bool) -> None:
+    assert ChatTemplate(source).is_local is local
