@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from types import NoneType, UnionType
 from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
@@ -43,9 +43,13 @@ def read(name: str) -> str | None:
     return os.environ.get(name) or None
 
 
-def inherited(*, default: Mapping[str, str] | None = None, **changes: str) -> dict[str, str]:
-    """The environment of a child process: this one's, with `changes`; `default` fills what is not set."""
-    return {**(default or {}), **os.environ, **changes}
+def inherited(
+    *, default: Mapping[str, str] | None = None, without: Collection[str] = (), **changes: str
+) -> dict[str, str]:
+    """The environment of a child process: this one's `without` some variables, with `changes`; `default` fills what is
+    not set."""
+    own = {name: value for name, value in os.environ.items() if name not in without}
+    return {**(default or {}), **own, **changes}
 
 
 def variable_of(option: str) -> str:

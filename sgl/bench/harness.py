@@ -86,6 +86,7 @@ def measure_pairs(
     plan: PairPlan,
     *,
     sides: Sequence[int] = (),
+    calls: int | None = None,
     sleep: Callable[[float], None] = time.sleep,
     progress: Callable[[str], None] = lambda what: None,
 ) -> Run:
@@ -94,8 +95,9 @@ def measure_pairs(
     Args:
         sides: process ids of `a` and `b`, when they live through the measurement: that the one rests while the other
             works is then checked.
+        calls: of a turn, where both sides are warm already; else both are warmed up here, which tells.
     """
-    calls = _warm_up(a, b, sampler, plan)
+    calls = _warm_up(a, b, sampler, plan) if calls is None else calls
     pairs: list[Pair] = []
     clean = 0
     for index, order in enumerate(orders(plan.max_attempts, plan.seed)):

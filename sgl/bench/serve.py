@@ -34,10 +34,12 @@ from sgl.bench.load import ProcSampler, Sampler, least_busy
 from sgl.bench.pairs import Pair, Result, summarise
 from sgl.bench.prompts import Prompts
 from sgl.bench.provenance import Provenance, provenance, side_variables
+from sgl.environment import inherited, variable_of
 from sgl.errors import BenchError
 from sgl.runtime.config import EngineConfig, config_from_mapping
 from sgl.runtime.engine import Engine
 from sgl.runtime.loading.facts import cpu_count
+from sgl.server.config import ServerConfig
 
 START_S = 300.0
 """Longest wait for a server that starts: it may have to load a large model."""
@@ -205,12 +207,17 @@ def served_model(url: str, api_key: str | None = None) -> str:
     """The model that a server has.
 
     Raises:
-        BenchError: it does not answer as OpenAI's API does.
+        BenchError: it wants another key, or does not answer as OpenAI's API does.
     """
     try:
         found = httpx2.get(f"{url}/v1/models", headers=_headers(api_key), timeout=30, trust_env=False)
+        if found.status_code in (401, 403):
+            raise BenchError(
+                f"{url} wants an API key" if api_key is None else f"{url} refuses this API key",
+                hint="give its own with --api-key, or in SGL_API_KEY",
+            )
         return str(found.json()["data"][0]["id"])
-    except (httpx2.HTTPError, ValueError, KeyError, IndexError) as error:
+    except (httpx2.HTTPError, ValueError, KeyError, IndexError, TypeError) as error:
         raise BenchError(
             f"{url} does not answer as OpenAI's API does ({type(error).__name__})",
             hint="check the URL and the key",
@@ -315,16 +322,23 @@ def _headers(api_key: str | None) -> dict[str, str]:
 # --- a server of our own --------------------------------------------------------------------------------------------
 
 
+def own_environment() -> dict[str, str]:
+    """This process's variables, without those that are about a server: one of our own has no keys and a port."""
+    return inherited(without=[variable_of(field) for field in ServerConfig.__struct_fields__])
+
+
 @contextmanager
 def own_server(fields: Mapping[str, Any]) -> Iterator[str]:
-    """`sgl serve` with these engine fields on a free port; its URL.
+    """`sgl serve` with these engine fields on a free port, and no keys; its URL.
 
     Raises:
         BenchError: it does not start.
     """
     flags = [flag for name, value in fields.items() for flag in _flags(name, value)]
     command = [sys.executable, "-P", "-m", "sgl.cli", "serve", "--port", "0", "--no-log-requests", *flags]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as server:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=own_environment()
+    ) as server:
         said: list[str] = []
         try:
             yield _url_of(server, said)

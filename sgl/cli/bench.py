@@ -192,13 +192,19 @@ def settings(given: list[str], flag: str) -> dict[str, str]:
     return found
 
 
+def write_report(report: msgspec.Struct, save: Path | None) -> None:
+    """Write a report as JSON, where a file is given."""
+    if save is None:
+        return
+    try:
+        save.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n")
+    except OSError as error:
+        raise ConfigError(f"the report cannot be written to {save}: {error.strerror}", param="save") from None
+
+
 def output(report: msgspec.Struct, as_json: bool, save: Path | None) -> bool:
     """Write and print what was asked for as JSON; whether text for people is still wanted."""
-    if save is not None:
-        try:
-            save.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n")
-        except OSError as error:
-            raise ConfigError(f"the report cannot be written to {save}: {error.strerror}", param="save") from None
+    write_report(report, save)
     if as_json:
         show_json(report)
     return not as_json

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from sgl.cli.bench import Model, Save, bench, fetched, output
+from sgl.cli.bench import Model, Save, bench, fetched, output, write_report
 from sgl.cli.console import Json, guarded, say, show_table
 from sgl.cli.options import engine_options
+from sgl.environment import parse_option, read, variable_of
 from sgl.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -30,7 +31,9 @@ def serve(
         str | None,
         typer.Option(help="A server that runs already; any with OpenAI's completions. [default: a new one]"),
     ] = None,
-    api_key: Annotated[str | None, typer.Option(help="Of that server.")] = None,
+    api_key: Annotated[
+        str | None, typer.Option(help="Of that server. [default: the first of SGL_API_KEY]", show_default=False)
+    ] = None,
     requests: Annotated[int, typer.Option(min=1, max=100_000, help="Requests in all.")] = 64,
     clients: Annotated[int, typer.Option(min=1, max=4096, help="At a time (closed loop).")] = 8,
     request_rate: Annotated[
@@ -93,12 +96,21 @@ def serve(
 
         plan = PairPlan(pairs=pairs, attempts=attempts, seed=seed, patience_s=patience)
     if attack:
-        from sgl.bench.attacks import ATTACKS, compare_attacks
+        from sgl.bench.attackers import ATTACKS
+        from sgl.bench.attacks import compare_attacks
 
         if url is not None or not stream:
             raise ConfigError("--attack starts a server of its own and streams", hint="leave --url and --no-stream out")
         names = list(ATTACKS) if "all" in attack else attack
-        attacked = compare_attacks(fields, names, load, plan, rate=attack_rate, progress=say)
+        attacked = compare_attacks(
+            fields,
+            names,
+            load,
+            plan,
+            rate=attack_rate,
+            progress=say,
+            measured=lambda report: write_report(report, save),  # an hour of measuring may be cut short
+        )
         if output(attacked, as_json, save):
             show_attacks(attacked)
         return
@@ -119,12 +131,17 @@ def serve(
             asked,
             load,
             vocab_size=vocab,
-            api_key=api_key,
+            api_key=api_key or _key_in_environment() if url is not None else None,
             objectives=Objectives(ttft_s=ttft, token_s=tpot, whole_s=e2e),
             progress=progress,
         )
     if output(report, as_json, save):
         show(report)
+
+
+def _key_in_environment() -> str | None:
+    text = read(variable_of("api_key"))
+    return parse_option(text, tuple[str, ...], variable_of("api_key"))[0] if text else None
 
 
 def show(report: ServeReport) -> None:

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import statistics
-from contextlib import suppress
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
 from itertools import pairwise
 
 import pytest
 from support.serving import serving
 
-from sgl.bench import attacks
+from sgl.bench import attackers, attacks
 from sgl.bench.client import Answer
-from sgl.bench.serve import Load, Objectives, default_vocab, measure, report_of, served_model
-from sgl.errors import InvalidParameter
+from sgl.bench.harness import PairPlan
+from sgl.bench.load import Snapshot
+from sgl.bench.serve import Load, Objectives, default_vocab, measure, own_environment, report_of, served_model
+from sgl.errors import BenchError, InvalidParameter
 from sgl.runtime.engine import Engine
 
 
@@ -78,18 +81,18 @@ def test_what_is_told_of_the_answers() -> None:
     assert report_of("", "m", Load(), answers, 1.0, Objectives(whole_s=0.8)).good == 2
 
 
-@pytest.mark.parametrize("name", sorted({*attacks.ATTACKS} - {"compile-flood"}))  # which is slow-compile, eight times
+@pytest.mark.parametrize("name", sorted({*attackers.ATTACKS} - {"compile-flood"}))  # which is slow-compile, eight times
 def test_an_attack_strikes_and_the_server_goes_on(
     dummy_engine: Engine, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attacks, "BYTE_S", 0.05)
-    monkeypatch.setattr(attacks, "HOLD_S", 0.1)
+    monkeypatch.setattr(attackers, "BYTE_S", 0.05)
+    monkeypatch.setattr(attackers, "HOLD_S", 0.1)
     with serving(dummy_engine, header_timeout=0.2) as served:
-        target = attacks.Target("127.0.0.1", served.port)
+        target = attackers.Target("127.0.0.1", served.port)
 
         async def strike() -> None:
             with suppress(OSError, EOFError):
-                await asyncio.wait_for(attacks.attack_of(name).strike(target), 60)
+                await asyncio.wait_for(attackers.attack_of(name).strike(target), 60)
 
         asyncio.run(strike())
         clean = Load(requests=2, clients=2, prompt_tokens=8, new_tokens=2)
@@ -97,7 +100,74 @@ def test_an_attack_strikes_and_the_server_goes_on(
 
 
 def test_attacks_have_the_rows_of_the_table_and_no_other_names() -> None:
-    rows = [attack.row for attack in attacks.ATTACKS.values()]
+    rows = [attack.row for attack in attackers.ATTACKS.values()]
     assert rows == [1, 2, 3, 4, 5, 6, 7, 8, 27, 28, 29, 30]
     with pytest.raises(InvalidParameter, match="no attack 'ddos'"):
-        attacks.attack_of("ddos")
+        attackers.attack_of("ddos")
+
+
+class Quiet:
+    """Counters of a machine on which nothing else runs."""
+
+    cores = 1
+
+    def __init__(self) -> None:
+        self._at_s = 0.0
+
+    def read(self, sides: Collection[int] = ()) -> Snapshot:
+        self._at_s += 1.0
+        return Snapshot(at_s=self._at_s, busy_s=0.0)
+
+
+def test_attacks_share_the_warm_up_and_tell_each_row(dummy_engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    loads: list[str] = []
+    attack: list[str] = []
+
+    @contextmanager
+    def own_server(fields: object) -> Iterator[str]:
+        yield served.url
+
+    @contextmanager
+    def attacking(name: str, url: str, rate: float) -> Iterator[None]:
+        attack.append(name)
+        yield
+        attack.clear()
+
+    async def run_load(*args: object) -> list[Answer]:
+        loads.append(attack[0] if attack else "calm")
+        return [Answer((0.1,), 0.1, 1)]
+
+    monkeypatch.setattr(attacks, "own_server", own_server)
+    monkeypatch.setattr(attacks, "attacking", attacking)
+    monkeypatch.setattr(attacks, "run_load", run_load)
+    monkeypatch.setattr(attacks.time, "sleep", lambda seconds: None)
+    reports: list[int] = []
+    plan = PairPlan(pairs=1, attempts=1, turn_s=1e-9, patience_s=0.0, quiet_s=0.0)
+    with serving(dummy_engine) as served:
+        report = attacks.compare_attacks(
+            {"model_path": "dummy"},
+            ["huge-head", "slow-compile"],
+            Load(requests=1, clients=1),
+            plan,
+            sampler=Quiet(),
+            measured=lambda report: reports.append(len(report.attacks)),
+        )
+    assert [row.row for row in report.attacks] == [1, 29]
+    assert reports == [1, 2]
+    assert loads[:2] == ["calm", "calm"]
+    assert sorted(loads[2:4]) == ["calm", "huge-head"]
+    assert sorted(loads[4:]) == ["calm", "slow-compile"]
+
+
+def test_a_server_with_keys_wants_one_and_says_so(dummy_engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    load = Load(requests=2, clients=2, prompt_tokens=8, new_tokens=2)
+    with serving(dummy_engine, api_key=("secret",)) as served:
+        with pytest.raises(BenchError, match=r"wants an API key .*--api-key"):
+            measure(served.url, load, vocab_size=256)
+        with pytest.raises(BenchError, match="refuses this API key"):
+            served_model(served.url, "wrong")
+        assert measure(served.url, load, vocab_size=256, api_key="secret").succeeded == 2
+    monkeypatch.setenv("SGL_API_KEY", "secret")
+    monkeypatch.setenv("SGL_PAGE_SIZE", "4")
+    own = own_environment()
+    assert ("SGL_API_KEY" in own, own["SGL_PAGE_SIZE"]) == (False, "4")
