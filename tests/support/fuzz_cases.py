@@ -77,6 +77,9 @@ _GEN = {"type": "gen", "id": 1, "name": "x", "sampling": {"max_new_tokens": 4}}
 _TEXT = {"type": "text", "id": 0, "segments": [{"type": "literal", "text": "Hi"}]}
 _GRAPH = {"protocol": 1, "nodes": [_TEXT, _GEN]}
 _SELECT = {"type": "select", "id": 1, "name": "x", "choices": ["yes", "no"]}
+_HOLE = {"type": "var", "name": "a", "branch": -1}
+_PROGRAM = {"protocol": 1, "name": "p", "parameters": ["a"], "outputs": {},
+            "graph": {"nodes": [{**_TEXT, "segments": [_HOLE]}, _GEN]}}  # fmt: skip
 
 VALID: dict[str, list[Any]] = {
     "/v1/chat/completions": [
@@ -141,6 +144,8 @@ VALID: dict[str, list[Any]] = {
         {"graph": _GRAPH, "stream": True, "finish": False},
         {"graph": {"protocol": 1, "nodes": [_TEXT, {"type": "fork", "id": 1, "children": [1, 2]},
                                             {**_GEN, "id": 2, "branch": 1}]}},
+        {"program": _PROGRAM, "bindings": {"a": "Hi"}},
+        {"program": _PROGRAM, "bindings": [{"a": "Hi"}, {"a": "Ho"}], "options": {"lease_s": 1.0}},
     ],
     "/v1/programs/{id}/fragments": [{"graph": {"protocol": 1, "nodes": [_GEN]}, "finish": True}],
     "/v1/embeddings": [{"input": "a"}],
@@ -180,6 +185,7 @@ class Fuzzer:
         self._kinds: list[tuple[Callable[[random.Random], Case], int]] = [
             (self._valid, 8), (self._varied, 22), (self._changed, 36), (self._sampled, 10), (self._bytes, 8),
             (self._heads, 6), (self._places, 5), (self._framing, 4), (self._leaving, 3), (self._garbage, 2),
+            (self._large, 1),
         ]  # fmt: skip
 
     def case(self, number: int) -> Case:
@@ -247,7 +253,9 @@ class Fuzzer:
             b"Cookie: " + b"a=b; " * 300, b"X-Forwarded-For: 1.2.3.4", b"X-A: " + b"b" * 20_000,
             b"X-A: " + b"b" * 60_000,
             b"Range: bytes=0-", b"Accept-Encoding: \x00".replace(b"\x00", b"\xff"), b"Host: evil.example",
-            b"Origin: null",
+            b"Origin: null", b"Origin: https://evil.example", b"Origin: http://127.0.0.1",
+            b"Sec-Fetch-Site: cross-site", b"Sec-Fetch-Site: same-origin",
+            b"Sec-Fetch-Site: same-site\r\nContent-Type: application/x-www-form-urlencoded",
             b"\r\n".join(b"X-%d: y" % number for number in range(300)),
             b"Content-Type: application/json; charset=utf-7",
         ))  # fmt: skip
@@ -307,6 +315,31 @@ class Fuzzer:
         path, body = self._body(rng)
         whole = _request(b"POST", path.encode(), json.dumps(body).encode())
         return Case("", (whole[: rng.choice((20, 60, len(whole) - 3, len(whole)))],), is_framed=False, leaves=True)
+
+    def _large(self, rng: random.Random) -> Case:
+        """Bodies with more of something than is taken, or as much: turns, parts, ids, prompts, bindings, variables."""
+        num = rng.choice((300, 300, 3000, 6000))
+        turn = {"role": "user", "content": "a"}
+        parts = {"role": "user", "content": [{"type": "text", "text": "a"}] * num}
+        hole = {**_PROGRAM, "graph": {"nodes": [{**_TEXT, "segments": [_HOLE] * num}, _GEN]}}
+        path, body = rng.choice((
+            ("/v1/chat/completions", {"messages": [turn] * num, "max_tokens": 1}),
+            ("/v1/chat/completions", {"messages": [parts], "max_tokens": 1}),
+            ("/v1/messages", {"messages": [turn] * num, "max_tokens": 1}),
+            ("/v1/responses", {"input": [turn] * num, "max_output_tokens": 1}),
+            ("/api/chat", {"messages": [turn] * num, "options": {"num_predict": 1}}),
+            ("/v1/chat/completions", {**_CHAT, "chat_template_kwargs": {"a": "b" * 8 * num}}),
+            ("/v1/chat/completions", {**_CHAT, "tools": [_TOOL] * num}),
+            ("/v1/completions", {"prompt": [1] * 20 * num, "max_tokens": 1}),
+            ("/v1/completions", {"prompt": ["a"] * num, "max_tokens": 1}),
+            ("/generate", {"input_ids": [1] * 20 * num, "sampling_params": {"max_new_tokens": 1}}),
+            ("/generate", {"text": ["a"] * num, "sampling_params": {"max_new_tokens": 1}}),
+            ("/v1/score", {"query": [1] * num, "items": [[2]] * 300, "label_token_ids": [1]}),
+            ("/v1/programs", {"program": hole, "bindings": [{"a": "b" * 40}] * (num // 3)}),
+            ("/v1/programs", {"program": hole, "bindings": [{"a": "b" * 400_000}] * 3}),
+            ("/detokenize", {"tokens": [1] * 20 * num}),
+        ))  # fmt: skip
+        return self._posted(rng, path, json.dumps(body).encode())
 
     def _garbage(self, rng: random.Random) -> Case:
         data = rng.choice((
