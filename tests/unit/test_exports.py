@@ -72,7 +72,7 @@ PUBLIC = [
 ]
 
 ELSEWHERE = {"Engine", "__version__"}
-"""`Engine` starts a process: its example runs with the engine's own tests. The version is a text."""
+"""`Engine` starts a process: its example runs with the docstrings of all modules. The version is a text."""
 
 
 def test_the_exact_list():
@@ -115,3 +115,21 @@ def test_every_name_has_an_example_that_runs(name: str):
     assert test.examples, f"{name} has no example"
     results = doctest.DocTestRunner(optionflags=doctest.IGNORE_EXCEPTION_DETAIL).run(test)
     assert results.failed == 0
+
+
+def test_what_is_not_run_here_runs_with_all_docstrings():
+    assert doctest.DocTestParser().get_examples(inspect.getdoc(sgl.Engine) or "")
+    [suite] = [line for line in (ROOT / "Makefile").read_text().splitlines() if "--doctest-modules" in line]
+    assert suite.endswith(" tests sgl")
+
+
+def test_everything_that_a_public_class_offers_says_what_it_does():
+    silent = [
+        f"{name}.{member}"
+        for name in PUBLIC
+        if inspect.isclass(value := getattr(sgl, name)) and value.__module__.startswith("sgl.")
+        for member, what in inspect.getmembers(value)
+        if not member.startswith("_") and (inspect.isroutine(what) or isinstance(what, property))
+        if not inspect.getdoc(what)
+    ]
+    assert not silent
