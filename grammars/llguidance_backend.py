@@ -474,10 +474,13 @@ class LLGuidanceMatcher(EngineMatcher):
         return self._forced
 
     def _is_allowed(self, token_id: int) -> bool:
-        if self._row is not None or token_id not in self._vocabulary.token_bytes:
+        row = self._row
+        if row is not None or token_id not in self._vocabulary.token_bytes:
             # Of a drawn token the mask is there. Of a special token that a grammar names, nothing but the mask tells.
-            known = 0 <= token_id < self._vocabulary.vocab_size
-            return known and bool(self._allowed()[token_id // 32] >> (token_id % 32) & 1)
+            if not 0 <= token_id < self._vocabulary.vocab_size:
+                return False
+            row = self._allowed() if row is None else row
+            return bool(row[token_id // 32] >> (token_id % 32) & 1)
         if self._here().is_error:
             return False
         forced = self._forced_here()

@@ -71,8 +71,10 @@ class MaskJob:
         self._tasks: list[Future[None]] = []
         self._done = False
         if pool is not None:
-            together = [i for i, run in enumerate(runs) if is_prepared_with_others(run.matcher)]
-            alone = sorted({*range(len(runs))}.difference(together))
+            together: list[int] = []
+            alone: list[int] = []
+            for place, run in enumerate(runs):
+                (together if is_prepared_with_others(run.matcher) else alone).append(place)
             tasks = [together] if together else []
             tasks += [alone[first : first + _ROWS_PER_TASK] for first in range(0, len(alone), _ROWS_PER_TASK)]
             self._tasks = [pool.submit(self._fill, places) for places in tasks]
@@ -160,7 +162,9 @@ class MaskFiller:
     def start(self, chunks: Sequence[Chunk]) -> MaskJob | None:
         """Begin to fill the masks of the chunks that draw under a constraint; `None` when there are none."""
         runs = [
-            MaskRun(chunk.sample.matcher, tuple(chunk.drafts[: len(chunk.checks)]), chunk.parents)
+            MaskRun(
+                chunk.sample.matcher, tuple(chunk.drafts[: len(chunk.checks)]) if chunk.checks else (), chunk.parents
+            )
             for chunk in chunks
             if chunk.sample is not None and chunk.sample.matcher is not None
         ]
