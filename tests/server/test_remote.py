@@ -79,6 +79,18 @@ def test_a_stream_arrives_piece_by_piece(remote: sgl.RemoteEngine, dummy_engine:
     assert len(there) > 1
 
 
+def test_runtime_endpoint_is_the_same_under_sglangs_name(served: Served, dummy_engine: Engine) -> None:
+    endpoint = sgl.RuntimeEndpoint(served.url)
+    try:
+        here = branching.run("Trains", backend=dummy_engine)
+        there = branching.run("Trains", backend=endpoint)
+        assert (there["view"], there.text()) == (here["view"], here.text())
+        sgl.flush_cache(endpoint)
+        assert sgl.get_server_info(endpoint)["model"] == "dummy"
+    finally:
+        endpoint.shutdown()
+
+
 def test_nobody_there_is_an_error_at_once() -> None:
     with sgl.RemoteEngine("http://127.0.0.1:9") as engine:
         with pytest.raises(EngineDead, match="no sgl server answers"):
