@@ -273,7 +273,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     ] = None
     log_level: Annotated[Literal["debug", "info", "warning", "error"], Meta(description="Of the worker.")] = "warning"
     decode_log_interval: Annotated[
-        Count, Meta(description="Steps from one line of the log on how the engine does to the next, with log_level info.")
+        Count, Meta(description="Steps between two lines of the log on how the engine does, with log_level info.")
     ] = 40
 
 
