@@ -56,6 +56,12 @@ _TYPES = {
 }
 _SAME = ("temperature", "top_p", "top_k", "min_p", "seed", "ignore_eos", "stream", "rid", "priority", "cache_salt",
          "deadline_s")  # fmt: skip
+_WORDS = {
+    "stop": "stop_sequences",
+    "reasoning_effort": "output_config.effort",
+    "max_reasoning_tokens": "thinking.budget_tokens",
+}
+"""Fields of a chat request as they are called here."""
 _NOT_HERE = {
     "container": "nothing is executed here",
     "mcp_servers": "no other servers are asked",
@@ -142,7 +148,7 @@ async def _planned(call: Call, body: CountRequest) -> Plan:
         reasoning_effort=_effort(body),
         **fields,
     )
-    return await planned(call, request, name="messages", places=turns.places)
+    return await planned(call, request, name="messages", places=turns.places, words=_WORDS)
 
 
 def _add(turns: Turns, turn: Turn, place: str) -> None:

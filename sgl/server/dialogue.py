@@ -12,7 +12,7 @@ the place that the dialect has given.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, NamedTuple, TypeAlias
@@ -60,7 +60,7 @@ from sgl.lang.graph import (
 from sgl.runtime.rendering import ModelRenderer
 from sgl.server.call import Call, Server
 from sgl.server.openai.prompts import ChatPrompt
-from sgl.server.openai.sampling import constraint_in, sampling_of
+from sgl.server.openai.sampling import constraint_in, in_words, sampling_of
 from sgl.server.openai.types import ChatRequest
 from sgl.server.running import Running
 
@@ -104,16 +104,33 @@ class Plan:
         )
 
 
-async def planned(call: Call, body: ChatRequest, *, name: str = "chat", places: Sequence[str] = ()) -> Plan:
+async def planned(
+    call: Call,
+    body: ChatRequest,
+    *,
+    name: str = "chat",
+    places: Sequence[str] = (),
+    words: Mapping[str, str] | None = None,
+) -> Plan:
     """What a request asks for, as a graph with its options.
 
     Args:
         name: of the program, for traces.
         places: of each message, its name in errors; `messages[0]` and so on by default.
+        words: what fields of a chat request are called in the dialect, where that differs.
 
     Raises:
         InvalidRequest: it cannot be served as it is.
     """
+    try:
+        return await _planned(call, body, name, places)
+    except InvalidParameter as error:
+        if words is None or error.details.get("param") not in words:
+            raise
+        raise in_words(error, words) from None
+
+
+async def _planned(call: Call, body: ChatRequest, name: str, places: Sequence[str]) -> Plan:
     server = call.server
     server.check_model(body.model)
     server.check_generates()

@@ -49,6 +49,9 @@ from sgl.server.openai.types import (
 from sgl.server.routes import Routes
 
 _SAME = ("temperature", "seed", "stop", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty")
+_WORDS = {"max_tokens": "options.num_predict", "repetition_penalty": "options.repeat_penalty"}
+_WORDS |= {name: f"options.{name}" for name in _SAME}
+"""Fields of a chat request as they are called here."""
 _NO_OPTIONS = {
     "typical_p": (None, 0.0, 1.0),
     "tfs_z": (None, 0.0, 1.0),
@@ -88,7 +91,7 @@ async def chat(call: Call, body: OllamaChatRequest) -> Any:
         tools=body.tools or None,
         **_fields(call.server, body),
     )
-    plan = await planned(call, request, name="ollama")
+    plan = await planned(call, request, name="ollama", words=_WORDS)
     return await _answer(call, plan, body.stream, _Lines(head, _as_message))
 
 
@@ -102,7 +105,7 @@ async def generate(call: Call, body: OllamaGenerateRequest) -> Any:
     turns.append(OllamaMessage("user", body.prompt, images=body.images))
     messages = [_message(each, index) for index, each in enumerate(turns)]
     request = ChatRequest(messages=messages, **_fields(call.server, body))
-    plan = await planned(call, request, name="ollama")
+    plan = await planned(call, request, name="ollama", words=_WORDS)
     if body.raw:
         plan = _raw(plan, body.prompt)
     return await _answer(call, plan, body.stream, _Lines(head, _as_response))

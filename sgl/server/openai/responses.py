@@ -28,6 +28,8 @@ from sgl.server.routes import Routes
 
 routes = Routes(openai_errors("input"))
 
+_WORDS = {"max_completion_tokens": "max_output_tokens", "reasoning_effort": "reasoning.effort"}
+"""Fields of a chat request as they are called here."""
 MAX_LISTED = 100
 """Items of one page."""
 
@@ -46,7 +48,7 @@ async def create(call: Call, body: ResponseRequest) -> Any:
     conversation = [*earlier, *items]
     check_turns("input", conversation)
     chat = chat_request(call, body, conversation, len(earlier))
-    plan = await planned(call, chat.request, name="response", places=chat.places)
+    plan = await planned(call, chat.request, name="response", places=chat.places, words=_WORDS)
     logprobs = _shower(await call.server.renderer()) if plan.sampling.return_logprob else None
     writer = ResponseWriter(_response(call, body, plan, is_kept=store is not None), logprobs)
     events = _events(call, store, conversation, writer, plan, start(call, plan).events())

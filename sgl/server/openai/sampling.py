@@ -7,7 +7,7 @@ are refused with the one to use in their place.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sgl.errors import InvalidParameter, Unsupported
@@ -164,6 +164,17 @@ def _in_the_clients_words(error: InvalidParameter, body: ChatRequest | Completio
             names["max_new_tokens"] = "max_completion_tokens"
         if body.max_reasoning_tokens is None:
             names["max_reasoning_tokens"] = "thinking_budget"
+
+    return in_words(error, names)
+
+
+def in_words(error: InvalidParameter, names: Mapping[str, str]) -> InvalidParameter:
+    """An error with other names for the fields that it speaks of.
+
+    Example:
+        >>> in_words(InvalidParameter("stop is 3", param="stop"), {"stop": "stop_sequences"})
+        InvalidParameter('stop_sequences is 3')
+    """
 
     def said(text: str) -> str:
         return re.sub(r"\w+", lambda word: names.get(word[0], word[0]), text)
