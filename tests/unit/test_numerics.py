@@ -11,9 +11,9 @@ import pytest
 
 from sgl.errors import ConfigError
 from sgl.runtime.config import EngineConfig, Facts
+from sgl.runtime.engine_start import _resolve_and_load_kernels
 from sgl.runtime.numerics import Dtype, decide_numerics
 from sgl.runtime.resolution import resolve
-from sgl.runtime.worker import _resolve_and_load_kernels
 
 FACTS = Facts(
     cpu_count=2,
