@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -30,7 +30,7 @@ from sgl.runtime.config import config_from_mapping
 from sgl.runtime.core import EngineCore, Runner
 from sgl.runtime.engine_start import build_core
 from sgl.runtime.generation import Generation
-from sgl.runtime.plan import StepPlan
+from sgl.runtime.plan import Move, StepPlan
 from sgl.runtime.program_run import ProgramRun
 from sgl.runtime.sequence import Request
 from sgl.runtime.stats import Stats
@@ -64,6 +64,9 @@ class _ObservedRunner:
     def forward(self, plan: StepPlan, drawn: Any = None) -> Any:
         self._observe(plan)
         return self._runner.forward(plan, drawn)
+
+    def move(self, moves: Sequence[Move]) -> None:
+        self._runner.move(moves)
 
 
 class _RecordingCore(EngineCore):
