@@ -178,7 +178,10 @@ def _asked(
     constraint = _constraint(fields)
     reasoning = fields.pop("reasoning", None)
     name = reasoning_format(reasoning).name if reasoning is not None else None
-    return sampling_from_mapping(fields, base), constraint, name
+    sampling = sampling_from_mapping(fields, base)
+    if sampling.return_logprob and sampling.max_new_tokens == 0 and sampling.logprob_start_len == -1:
+        sampling = msgspec.structs.replace(sampling, logprob_start_len=0)  # there are none but the prompt's
+    return sampling, constraint, name
 
 
 _KINDS = {
