@@ -280,7 +280,7 @@ def test_the_number_of_samples_of_a_run_holds_for_its_generations() -> None:
         ({"a": 1}, r"has the key 'a'; expected a token id, an integer >= 0 \("),
         ({5: "x"}, r"of token id 5 is 'x'; expected a finite number >= -100 and <= 100 \("),
         ({5: 101}, r"of token id 5 is 101; expected"),
-        ([1, 2], r"is \[1, 2\]; expected a mapping of token id to number \(for example logit_bias=\{42: -100\}"),
+        ([1, 2], r'is \[1, 2\]; expected a mapping of token id to number \(for example \{"42": -100\} for logit_bias'),
     ],
 )
 def test_a_wrong_bias_is_told_with_its_token(given: Any, message: str) -> None:
