@@ -72,7 +72,8 @@ class Arena {
 };
 
 inline ActivationSpace take_space(Arena& arena, int64_t rows, int64_t cols) {
-    rows = (rows + PANEL - 1) / PANEL * PANEL;
+    constexpr int64_t STEP = std::max(PANEL, TILE_ROWS);
+    rows = (rows + STEP - 1) / STEP * STEP;
     int64_t blocks = rows * ((cols + BLOCK - 1) / BLOCK), pairs = rows * ((cols + 1) / 2);
     return {{arena.take<int8_t>(blocks * BLOCK), arena.take<float>(blocks), arena.take<float>(blocks),
              arena.take<int32_t>(2 * blocks)},

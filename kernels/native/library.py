@@ -51,8 +51,8 @@ INSTRUCTION_SETS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "plain": ((), ()),
 }
 """Name -> (what the processor must have, as `/proc/cpuinfo` writes it, compiler flags); the best first."""
-_EXTENSIONS = {
-    "avx512": (("avx512_bf16", "-mavx512bf16"),),
+_EXTENSIONS: dict[str, tuple[tuple[str, str], ...]] = {
+    "avx512": (("avx512_bf16", "-mavx512bf16"), ("amx_tile", "-mamx-tile"), ("amx_bf16", "-mamx-bf16")),
     "avx2": (("avx_vnni", "-mavxvnni"),),
     "plain": (),
 }

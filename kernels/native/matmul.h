@@ -5,13 +5,14 @@
 // its neighbours. Weights are read once for all rows of a step (a chunk of them stays in the cache meanwhile).
 //
 // Quantized weights meet activations that were rounded to bytes, a scale for each 32 columns of a row. Other weights meet
-// them in float, or in bfloat16 where the processor multiplies pairs of those.
+// them in float, or in bfloat16 where the processor multiplies pairs or tiles of those.
 #pragma once
 
 #include <algorithm>
 #include <type_traits>
 
 #include "team.h"
+#include "tiles.h"
 #include "weights.h"
 
 namespace sgl {
@@ -20,7 +21,7 @@ namespace sgl {
 struct Activations {
     int64_t rows, cols;
     Quantized bytes;         // for quantized weights
-    const uint16_t* halves;  // for bfloat16 weights where BF16_DOT: pairs of columns, PANEL rows of each
+    const uint16_t* halves;  // for bfloat16 weights where BF16_DOT: tiles, or pairs of columns, PANEL rows of each
     const float* floats;     // for other weights, likewise
 };
 
@@ -69,6 +70,17 @@ SGL_OUTLINE inline void quantize_row(const float* x, int64_t row, int64_t cols, 
     }
 }
 
+// Whether bfloat16 weights of so many columns are multiplied by tiles. Their groups are columns of tiles as they are.
+inline bool in_tiles(int64_t cols) { return has_tiles() && cols % TILE_COLS == 0; }
+
+// Where a row of bfloat16 begins among tiles; its next 32 columns are TILE_NUMBERS further.
+inline int64_t tiles_at(int64_t row, int64_t cols) { return row / TILE_ROWS * TILE_ROWS * cols + row % TILE_ROWS * TILE_COLS; }
+
+inline void copy_to_tiles(const float* x, int64_t row, int64_t cols, uint16_t* to) {
+    to += tiles_at(row, cols);
+    for (int64_t c = 0; c < cols; c += TILE_COLS, to += TILE_NUMBERS) round_columns(x + c, to);
+}
+
 template <class Number, class Convert>
 inline void copy_pairs(const float* x, int64_t row, int64_t cols, Number* to, Convert convert) {
     to += pairs_at(row, cols);
@@ -90,7 +102,11 @@ struct Forms {
 
 inline void derive_row(Forms forms, const float* x, int64_t row, int64_t cols, const ActivationSpace& to) {
     if (forms.bytes) quantize_row(x, row, cols, to);
-    if (forms.halves) copy_pairs(x, row, cols, to.halves, float_to_bf16);
+    if (forms.halves && in_tiles(cols)) {
+        copy_to_tiles(x, row, cols, to.halves);
+    } else if (forms.halves) {
+        copy_pairs(x, row, cols, to.halves, float_to_bf16);
+    }
     if (forms.floats) copy_pairs(x, row, cols, to.floats, [](float v) { return v; });
 }
 
@@ -222,6 +238,63 @@ SGL_OUTLINE inline void dots(const Weight& w, int64_t begin, int64_t end, bool f
     });
 }
 
+// R tiles of rows with G groups of the weights, from `group` on: 16 x 16 results of each, group by group.
+template <int R, int G>
+SGL_OUTLINE inline void tile_dots(const Tiles& tiles, const Weight& w, const uint8_t* group, int64_t ahead,
+                                  const uint16_t* x, float* out) {
+    static_assert(R * G <= 4 && R <= 2);
+    int64_t bytes = float_group_bytes<BFloat16>(w), further = TILE_ROWS * w.cols;
+    auto indices = [](auto count, auto&& visit) {
+        [&]<int... I>(std::integer_sequence<int, I...>) { (visit(std::integral_constant<int, I>()), ...); }
+        (std::make_integer_sequence<int, decltype(count)::value>());
+    };
+    std::integral_constant<int, R> rows;
+    std::integral_constant<int, G> groups;
+    indices(std::integral_constant<int, R * G>(), [&](auto i) { tiles.clear<i>(); });
+    for (int64_t c = 0; c < w.cols; c += TILE_COLS, x += TILE_NUMBERS, group += TILE_ROWS * BFloat16::TILE) {
+        indices(rows, [&](auto r) { tiles.load<4 + r>(x + r * further); });
+        indices(groups, [&](auto g) {
+            constexpr int B = 6 + g % 2;
+            if (ahead) fetch(group + g * bytes + ahead, TILE_ROWS * BFloat16::TILE);
+            tiles.load<B>(group + g * bytes);
+            indices(rows, [&](auto r) { tiles.dot<g * R + r, 4 + r, B>(); });
+        });
+    }
+    indices(std::integral_constant<int, R * G>(), [&](auto i) { tiles.store<i>(out + i * TILE_ROWS * LANES); });
+}
+
+// As `dots`, for all rows: two tiles of rows at a time with two groups of weights, the last one with four.
+SGL_OUTLINE inline void multiply_tiles(const Weight& w, int64_t begin, int64_t end, int64_t far, const Target& to,
+                                       const Activations& x) {
+    if constexpr (LANES == TILE_ROWS) {
+        Tiles tiles;
+        alignas(64) float out[4 * TILE_ROWS * LANES];
+        int64_t bytes = group_bytes(w);
+        auto pass = [&](auto rows, int64_t row) {
+            constexpr int R = decltype(rows)::value;
+            const uint16_t* from = x.halves + tiles_at(row, w.cols);
+            auto some = [&](auto groups, int64_t g) {
+                constexpr int G = decltype(groups)::value;
+                int64_t ahead = row ? 0 : g + G < end ? G * bytes : G * bytes + far;
+                tile_dots<R, G>(tiles, w, w.data + g * bytes, ahead, from, out);
+                for (int i = 0; i < G * R; i++) {
+                    int64_t first = row + i % R * TILE_ROWS, count = std::min<int64_t>(TILE_ROWS, x.rows - first);
+                    for (int64_t r = 0; r < count; r++) {
+                        write_lanes(w, g + i / R, to, first + r, load(out + (i * TILE_ROWS + r) * LANES));
+                    }
+                }
+            };
+            constexpr int G = 4 / R;
+            int64_t g = begin;
+            for (; g + G <= end; g += G) some(std::integral_constant<int, G>(), g);
+            for (; g < end; g++) some(std::integral_constant<int, 1>(), g);
+        };
+        int64_t row = 0;
+        for (; row + TILE_ROWS < x.rows; row += 2 * TILE_ROWS) pass(std::integral_constant<int, 2>(), row);
+        if (row < x.rows) pass(std::integral_constant<int, 1>(), row);
+    }
+}
+
 // Groups that one member takes at a time.
 constexpr int64_t CHUNK = 4;
 
@@ -230,6 +303,10 @@ constexpr int64_t CHUNK = 4;
 SGL_OUTLINE inline void multiply_chunk(const Weight& w, int64_t chunk, int members, const Target& to, const Activations& x) {
     int64_t begin = chunk * CHUNK, end = std::min(begin + CHUNK, w.groups()), row = 0;
     int64_t far = (members - 1) * CHUNK * group_bytes(w);
+    if (w.type == BF16 && in_tiles(w.cols)) {
+        multiply_tiles(w, begin, end, far, to, x);
+        return;
+    }
     auto pass = [&](auto rows) {
         constexpr int R = decltype(rows)::value;
         dots<R>(w, begin, end, row == 0, far, x, row, to);
