@@ -63,11 +63,20 @@ def _is_deterministic(facts: registry.OpFacts) -> str | None:
     return None if facts.deterministic else "slower; it runs in deterministic mode only"
 
 
+def _is_invariant(facts: registry.OpFacts) -> str | None:
+    return _is_deterministic(facts) or (None if facts.triton else "the engine does not run on Triton")
+
+
 for _op, _name, _module, _function in (
     ("paged_attention", "fixed_blocks", "sgl.kernels.deterministic", "paged_attention"),
     ("experts", "fixed_rows", "sgl.kernels.moe", "experts_alike"),
 ):
     registry.register(_op, _name, priority=10, supports=_is_deterministic)(_lazily(_module, _function))
+for _op, _module, _function in (
+    ("paged_attention", "sgl.kernels.triton.invariant", "paged_attention"),
+    ("experts", "sgl.kernels.triton.experts", "experts_invariant"),
+):
+    registry.register(_op, "triton_invariant", priority=18, supports=_is_invariant)(_lazily(_module, _function))
 
 
 _ATTENTION = ("plan_attention", "paged_attention", "cascade_attention")

@@ -219,20 +219,21 @@ class _Logprobs:
 
     def __init__(self, logits_RV: torch.Tensor, wanted: Sequence[_Wanted], chosen: torch.Tensor | None = None) -> None:
         device = logits_RV.device
-        logprobs_NV = torch.log_softmax(logits_RV[_sent([each.row for each in wanted], device)], dim=-1)
+        rows_N = _sent([each.row for each in wanted], device)
+        sums_N = kernel.log_sums(logits_RV, rows_N)
         self._wanted = wanted
         # A row with a NaN has nothing else.
-        first = logprobs_NV[:, :1] if chosen is None else logprobs_NV.gather(1, chosen.unsqueeze(1))
-        self._first = _fetched(first.squeeze(1))
+        first_N = logits_RV[rows_N, 0 if chosen is None else chosen] - sums_N
+        self._first = _fetched(first_N)
         self._given: torch.Tensor | None = None
         pairs = [(n, token) for n, each in enumerate(wanted) for token in each.token_ids]
         if pairs:
             n, token = _sent(np.array(pairs, dtype=np.int64).T, device)
-            self._given = _fetched(logprobs_NV[n, token])
+            self._given = _fetched(logits_RV[rows_N[n], token] - sums_N[n])
         self._top: tuple[torch.Tensor, torch.Tensor] | None = None
         if most := max((each.top for each in wanted), default=0):
-            values, ids = logprobs_NV.topk(min(most, logprobs_NV.shape[1]))
-            self._top = _fetched(values), _fetched(ids)
+            values, ids = _largest(logits_RV, rows_N, most)
+            self._top = _fetched(values - sums_N[:, None]), _fetched(ids)
 
     def read(self) -> list[tuple[float, tuple[float, ...], tuple[tuple[int, float], ...]]]:
         """Of each row: the log-probability of the chosen id (NaN if the row has one), of the given ids, the best."""
@@ -382,6 +383,25 @@ class _Drawn(NamedTuple):
             given=self.given,
             failed=self.failed,
         )
+
+
+_RANKED_AT_ONCE = 32
+"""Rows whose logits are in memory as keys at a time."""
+
+
+def _largest(logits_RV: torch.Tensor, rows_N: torch.Tensor, most: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The largest logits of some rows, and their ids, `[N, most]` each. Ties rank by id: which of them the library
+    takes depends on how many rows there are."""
+    vocab_size = logits_RV.shape[1]
+    low_V = torch.arange(vocab_size - 1, -1, -1, device=logits_RV.device)
+    ids = []
+    for rows in torch.split(rows_N, _RANKED_AT_ONCE):
+        bits = (logits_RV[rows] + 0.0).view(torch.int32)  # of two zeros one
+        keys = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long().mul_(2**32).add_(low_V)
+        best, _ = keys.topk(min(most, vocab_size))
+        ids.append(vocab_size - 1 - best % 2**32)
+    ids_NK = torch.cat(ids)
+    return logits_RV[rows_N[:, None], ids_NK], ids_NK
 
 
 def _sent(values: Sequence[int] | npt.NDArray[np.generic], device: torch.device) -> torch.Tensor:

@@ -2,7 +2,8 @@
 
 Owns the choice of dtype, quantization and kernels, with its reasons. Called by `resolution.resolve`. Pure; no torch.
 
-Three paths on a CPU. `torch` in float32 is the reference, and bit-exact in deterministic mode. The native kernels
+Three paths on a CPU. `torch` in float32 is the reference, and bit-exact in deterministic mode, as Triton's kernels are
+on a GPU. The native kernels
 (`sgl.kernels.native`) compute with 16-bit weights, or with blocks of 8 and 4 bits; activations between the layers are
 float32 there, `dtype` is that of the KV cache and of weights that are not quantized. On a GPU the kernels are Triton's
 (`sgl.kernels.triton`) where it is installed and takes the model's heads, else torch's.
@@ -37,7 +38,7 @@ def decide_numerics(config: EngineConfig, facts: Facts, device: Literal["cpu", "
     """Dtype, quantization and kernels of an engine on `device`.
 
     Raises:
-        ConfigError: a quantization that cannot be had, with what prevents it.
+        ConfigError: a quantization or deterministic mode that cannot be had, with what prevents it.
     """
     obstacle = _obstacle(config, facts, device)
     reasons: list[tuple[str, str, str]] = []
@@ -56,6 +57,8 @@ def decide_numerics(config: EngineConfig, facts: Facts, device: Literal["cpu", "
     kernels, why = _kernels(config, facts, device, dtype, quantization, obstacle)
     if config.kernels == "auto":
         reasons.append(("kernels", kernels, why))
+    if config.enable_deterministic_inference:
+        _check_order_of_sums(device, dtype, kernels, why)
     prepacked = device == "cpu" and kernels == "torch" and _packing(config, facts, dtype) == _PACKED
     return Numerics(dtype, quantization, kernels, tuple(reasons), prepacked)
 
@@ -101,6 +104,22 @@ def _check(quantization: Quantization, facts: Facts, obstacle: str) -> None:
         )
 
 
+def _check_order_of_sums(device: str, dtype: Dtype, kernels: Kernels, why: str) -> None:
+    """Deterministic mode has one path per device."""
+    if device == "cuda" and kernels != "triton":
+        raise ConfigError(
+            f"enable_deterministic_inference computes with Triton's kernels on cuda, but {why}",
+            hint="set device to cpu and dtype to float32, or leave out enable_deterministic_inference",
+            param="enable_deterministic_inference",
+        )
+    if device == "cpu" and dtype != "float32":
+        raise ConfigError(
+            f"enable_deterministic_inference works with float32 on the CPU, not with {dtype}",
+            hint="set dtype to float32",
+            param="enable_deterministic_inference",
+        )
+
+
 def _kernels(
     config: EngineConfig, facts: Facts, device: str, dtype: Dtype, quantization: Quantization, obstacle: str
 ) -> tuple[Kernels, str]:
@@ -139,8 +158,6 @@ def _gpu_kernels(config: EngineConfig, facts: Facts) -> tuple[Kernels, str]:
         obstacle = f"the Triton kernels look at the whole context, and layers of this model at {facts.attention_window}"
     if facts.attention_softcap:
         obstacle = "the Triton kernels have no soft caps"
-    if config.enable_deterministic_inference:
-        obstacle = "deterministic mode computes with torch"
     if facts.layers_obstacle:
         obstacle = facts.layers_obstacle
     if config.kernels == "native":

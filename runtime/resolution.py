@@ -166,12 +166,6 @@ def _decide(config: EngineConfig, facts: Facts) -> _Decided:
     numerics = decide_numerics(config, facts, device)
     reasons.extend(Reason(*reason) for reason in numerics.reasons)
     dtype = numerics.dtype
-    if config.enable_deterministic_inference and (device, dtype) != ("cpu", "float32"):
-        raise ConfigError(
-            f"enable_deterministic_inference works with float32 on the CPU, not with {dtype} on {device}",
-            hint="set device to cpu and dtype to float32",
-            param="enable_deterministic_inference",
-        )
 
     context_len = config.context_length
     if context_len is None:

@@ -12,6 +12,7 @@ columns that are summed over (the input's).
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -22,6 +23,8 @@ UNGROUPED = 32
 """Pairs up to which two of one expert read its matrices twice: grouping would cost more."""
 _MIN_ROWS = 16
 """Rows that the matrix units take at once."""
+_INVARIANT_ROWS = 64
+"""Of every block in deterministic mode."""
 
 
 class Blocks(NamedTuple):
@@ -39,14 +42,19 @@ class Blocks(NamedTuple):
     """Of a block, at most."""
 
 
-def blocks_of(ids_TK: torch.Tensor, num_experts: int) -> Blocks:
-    """Cut a routed step into blocks. Nothing is asked of the device."""
+def blocks_of(ids_TK: torch.Tensor, num_experts: int, num_rows: int | None = None) -> Blocks:
+    """Cut a routed step into blocks. Nothing is asked of the device.
+
+    Args:
+        num_rows: of each block; by default as the number of pairs suggests.
+    """
     ids_P = ids_TK.reshape(-1)
     num_pairs, device = len(ids_P), ids_P.device
     every_P = torch.arange(num_pairs, device=device)
-    if num_pairs <= UNGROUPED:
-        return Blocks(every_P, ids_P, every_P, every_P + 1, _MIN_ROWS)
-    num_rows = _block_rows(num_pairs, num_experts)
+    if num_rows is None:
+        if num_pairs <= UNGROUPED:
+            return Blocks(every_P, ids_P, every_P, every_P + 1, _MIN_ROWS)
+        num_rows = _block_rows(num_pairs, num_experts)
     order_P = ids_P.argsort(stable=True)
     sizes_E = torch.zeros(num_experts, dtype=torch.int64, device=device).scatter_add_(0, ids_P, torch.ones_like(ids_P))
     ends_E = sizes_E.cumsum(0)
@@ -138,10 +146,16 @@ def experts(
     up_EIN: torch.Tensor,
     down_ENI: torch.Tensor,
     activate: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    *,
+    block_rows: int | None = None,
 ) -> torch.Tensor:
-    """As `sgl.kernels.moe.experts`; sums are float32 until a token's experts are added up."""
+    """As `sgl.kernels.moe.experts`; sums are float32 until a token's experts are added up.
+
+    Args:
+        block_rows: see `blocks_of`.
+    """
     num_tokens, per_token = ids_TK.shape
-    blocks = blocks_of(ids_TK, len(gate_EIN))
+    blocks = blocks_of(ids_TK, len(gate_EIN), block_rows)
     every_P = torch.arange(num_tokens * per_token, device=x_TN.device)
     tokens_P = blocks.order_P // per_token
     gate_PI, up_PI = _multiply(x_TN.contiguous(), (gate_EIN, up_EIN), tokens_P, every_P, blocks)
@@ -153,6 +167,11 @@ def experts(
         out_PN, shares_TK.contiguous(), total_TN, size, K=per_token, BLOCK_N=1024
     )
     return total_TN
+
+
+experts_invariant = partial(experts, block_rows=_INVARIANT_ROWS)
+"""As `experts`, a token's result to the bit the same whoever shares its experts: a product's instructions and the order
+of its sums are the same however many rows there are."""
 
 
 def _multiply(

@@ -8,7 +8,8 @@ cut), two for the draw. What a row gets does not depend on the others.
 The kept tokens are those of `runtime/sampler.py` (ties rank by id). They are drawn from in the order of their ids,
 there in that of their probability: the same distribution, but not the same token for the same uniform number.
 
-Besides, what a step finds on the device: ids that the step before drew (`follow`), entries of page tables (`enter`).
+Besides, what turns logits into log-probabilities (`log_sums`), and what a step finds on the device: ids that the step
+before drew (`follow`), entries of page tables (`enter`).
 
 Shapes: R rows of logits, V vocabulary, B rows that are drawn, M rows of packed masks, W words of each.
 """
@@ -40,7 +41,7 @@ def _logits(row, words, masked, first, V, BLOCK: tl.constexpr):
     return raw, tl.where(allowed, raw, float("-inf")), ids
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["B", "stride_words"])
 def _draw(
     logits,
     stride,
@@ -211,6 +212,38 @@ def draw(
             codes, ids, num_rows, vocab_size, BLOCK=_BLOCK, num_warps=16,
         )  # fmt: skip
     return codes, ids
+
+
+@triton.jit
+def _log_sum(logits, stride, rows, sums, V, BLOCK: tl.constexpr):
+    n = tl.program_id(0)
+    row = logits + tl.load(rows + n).to(tl.int64) * stride
+    top = tl.full((BLOCK,), float("-inf"), dtype=tl.float32)
+    for first in range(0, V, BLOCK):
+        ids = first + tl.arange(0, BLOCK)
+        top = tl.maximum(top, tl.load(row + ids, mask=ids < V, other=float("-inf")))
+    best = tl.max(top, axis=0)
+    masses = tl.zeros((BLOCK,), dtype=tl.float32)
+    for first in range(0, V, BLOCK):
+        ids = first + tl.arange(0, BLOCK)
+        masses += tl.exp(tl.load(row + ids, mask=ids < V, other=float("-inf")) - best)
+    tl.store(sums + n, best + tl.log(tl.sum(masses, axis=0)))
+
+
+def log_sums(logits_RV: torch.Tensor, rows_N: torch.Tensor) -> torch.Tensor:
+    """Logarithm of the sum of a row's exponentials, `[N]`, what its logits exceed their log-probabilities by; NaN for a
+    row with a NaN or without a finite logit. A row's bits do not depend on the others.
+
+    Args:
+        logits_RV: float32, rows contiguous.
+        rows_N: which of them.
+    """
+    sums = torch.empty(len(rows_N), dtype=torch.float32, device=logits_RV.device)
+    if len(rows_N):
+        _log_sum[(len(rows_N),)](
+            logits_RV, logits_RV.stride(0), rows_N, sums, logits_RV.shape[1], BLOCK=_BLOCK, num_warps=16
+        )
+    return sums
 
 
 @triton.jit

@@ -147,7 +147,7 @@ class DecoderForCausalLM(nn.Module):
         if kernels == "triton":
             (self.lm_head or self.model.embed_tokens).product = product
         if deterministic:
-            compute_alike(self)
+            compute_alike(self, kernels)
 
     def embedding_scale(self, config: ModelConfig) -> float:
         """What the embedding's rows are multiplied by."""

@@ -45,7 +45,7 @@ def fused_layers(config: ModelConfig, facts: OpFacts) -> FusedLayers | None:
     if facts.native:
         return NativeLayers(config)
     if facts.triton and triton_layers.obstacle(config) is None:
-        return triton_layers.TritonLayers(config)
+        return triton_layers.TritonLayers(config, deterministic=facts.deterministic)
     return None
 
 

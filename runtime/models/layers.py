@@ -131,11 +131,14 @@ class Embedding(nn.Module):
         return self.product(x, self.weight)
 
 
-def compute_alike(model: nn.Module) -> None:
+def compute_alike(model: nn.Module, kernels: Kernels) -> None:
     """Have every product of a model's weights be one of a fixed number of rows (deterministic mode)."""
+    product: Function = deterministic.linear
+    if kernels == "triton":
+        from sgl.kernels.triton.invariant import linear as product
     for module in model.modules():
         if isinstance(module, (Linear, Embedding)):
-            module.product = deterministic.linear
+            module.product = product
 
 
 def prepack(model: nn.Module) -> None:

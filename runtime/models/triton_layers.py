@@ -3,7 +3,8 @@
 Owns the packing of a layer's weights, once they are loaded: query, key and value are one matrix, gate and up another,
 and the layers' own parameters become views of these, so that nothing is held twice. Steps of few rows go through
 kernels that read each weight once and do everything around the product on the way (`kernels/triton/matmul.py`); larger
-ones through the library's products with fused passes between them.
+ones through the library's products with fused passes between them. In deterministic mode steps of all sizes go the
+second way, with products and attention whose bits do not depend on the size (`kernels/triton/invariant.py`).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn import functional
 
+from sgl.kernels.registry import Function
 from sgl.runtime.models.registry import ModelConfig
 
 if TYPE_CHECKING:
@@ -54,11 +56,17 @@ class _Layer:
 class TritonLayers:
     """Runs a stack of pre-norm decoder layers over one KV pool."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, *, deterministic: bool = False) -> None:
+        from sgl.kernels.triton import attention, invariant
+        from sgl.kernels.triton.matmul import MAX_ROWS
+
         self._eps = config.rms_norm_eps
         self._num_heads = config.num_attention_heads
         self._scale = config.scale
         self._layers: list[_Layer] = []
+        self._few = 0 if deterministic else MAX_ROWS
+        self._linear: Function = invariant.linear if deterministic else functional.linear
+        self._paged_attention: Function = (invariant if deterministic else attention).paged_attention
 
     def __call__(
         self,
@@ -69,11 +77,9 @@ class TritonLayers:
         cache: KVCache,
     ) -> torch.Tensor:
         """`x` after the last layer. `x` itself may be changed."""
-        from sgl.kernels.triton.matmul import MAX_ROWS
-
         if not self._layers:
             self._layers = [_packed(layer) for layer in layers]
-        if len(x_TN) <= MAX_ROWS:
+        if len(x_TN) <= self._few:
             return self._few_rows(x_TN, angles, batch, cache)
         return self._many_rows(x_TN, angles, batch, cache)
 
@@ -96,16 +102,16 @@ class TritonLayers:
     ) -> torch.Tensor:
         from sgl.kernels.triton.elementwise import add_rms_norm, rms_norm, silu_mul_packed
 
-        eps = self._eps
+        eps, linear = self._eps, self._linear
         residual, added = x_TN, None
         for index, layer in enumerate(self._layers):
             if added is None:
                 normed = rms_norm(residual, layer.attention_norm, eps)
             else:
                 normed = add_rms_norm(added, residual, layer.attention_norm, eps)
-            mixed = self._attend(index, layer, functional.linear(normed, layer.qkv), angles, batch, cache)
-            normed = add_rms_norm(functional.linear(mixed, layer.output), residual, layer.feed_forward_norm, eps)
-            added = functional.linear(silu_mul_packed(functional.linear(normed, layer.gate_up)), layer.down)
+            mixed = self._attend(index, layer, linear(normed, layer.qkv), angles, batch, cache)
+            normed = add_rms_norm(linear(mixed, layer.output), residual, layer.feed_forward_norm, eps)
+            added = linear(silu_mul_packed(linear(normed, layer.gate_up)), layer.down)
         return residual if added is None else residual + added
 
     def _attend(
@@ -118,7 +124,6 @@ class TritonLayers:
         cache: KVCache,
     ) -> torch.Tensor:
         """Write keys and values, then attend; `[T, H D]`."""
-        from sgl.kernels.triton.attention import paged_attention
         from sgl.kernels.triton.elementwise import rotate_and_write
 
         plan: Any = batch.attention
@@ -126,7 +131,7 @@ class TritonLayers:
         query = rotate_and_write(
             qkv_TN, *angles, plan.write_slots, keys, values, self._num_heads, layer.head_norms, self._eps
         )
-        mixed = paged_attention(query, keys, values, plan, self._scale)
+        mixed = self._paged_attention(query, keys, values, plan, self._scale)
         return mixed.view(len(mixed), -1)
 
 

@@ -330,8 +330,7 @@ class _Bench:
         """Programs against the same calls as plain requests."""
         from sgl.bench.workloads import WORKLOADS, named
 
-        names = self._sizes.workloads
-        self._forms(named(names) if names else tuple(WORKLOADS), no_reuse=False)
+        self._forms(named(self._sizes.workloads or tuple(WORKLOADS)), no_reuse=False)
 
     def products(self) -> None:
         """Bytes of weights per second by shape, and by how the kernel cuts the product."""
