@@ -1,5 +1,5 @@
-"""Deterministic mode on a CUDA device: the bits of the logits after a context, and what is drawn from them, in every way of
-computing it (`test_deterministic.py`); recorded steps and others, contexts of one part of attention and of several.
+"""Deterministic mode on a CUDA device: the bits of the logits after a context, and what is drawn from them, in every
+way of computing it (`test_deterministic.py`); recorded steps and others, attention in one part and in several.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ OTHERS: dict[str, dict[str, Any]] = {
 }
 STEMS = (3, 70, 290, 700)
 RETRACTED = Way(
-    {"max_total_tokens": 1500, "schedule_conservativeness": 0.001},
+    {"max_total_tokens": 1250, "schedule_conservativeness": 0.001},
     lambda s: s.retractions > 0 and s.recomputed_tokens > 0,
 )
 
