@@ -189,9 +189,11 @@ class _Bench:
     def compare(self, workload: Workload, baseline: str, programs: _Form, plain: _Form) -> None:
         """Measure one workload in two forms."""
         self._progress(f"{workload.name}: programs against {baseline}")
-        self._comparisons.append(
-            _compare(workload.name, baseline, programs, plain, self._sampler, self._plan, self._progress)
-        )
+        found = _compare(workload.name, baseline, programs, plain, self._sampler, self._plan, self._progress)
+        self._comparisons.append(found)
+        if (ratio := found.result.ratio) is not None:
+            interval = f"{ratio.interval.low:.2f} to {ratio.interval.high:.2f}"
+            self._progress(f"{workload.name}: {ratio.median:.2f}x of {baseline} ({interval})")
 
     def report(self, engine: Engine, scale: float, seed: int) -> WallReport:
         """All comparisons, with the means."""
