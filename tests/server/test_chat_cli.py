@@ -234,6 +234,16 @@ class Tty:
         text, self.shown = self.shown[: found.end()], self.shown[found.end() :]
         return text
 
+    def interrupt_until(self, pattern: str) -> str:
+        """Ctrl-C until a pattern shows: a line editor shows its prompt a moment before it hears of signals."""
+        end = time.monotonic() + WAIT_S
+        while not re.search(pattern, self.shown, re.DOTALL):
+            assert time.monotonic() < end, f"{pattern!r} never came: {self.shown!r}"
+            os.kill(self.process.pid, signal.SIGINT)
+            if select.select([self._master], [], [], 1.0)[0]:
+                self.shown += os.read(self._master, 65536).decode("utf-8", "replace")
+        return self.until(pattern)
+
     def type(self, text: str) -> None:
         os.write(self._master, text.encode())
 
@@ -301,8 +311,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_chat(url: str, dummy_engine: Engine
             time.sleep(0.01)
         os.kill(tty.process.pid, signal.SIGINT)
         tty.until("stopped\r\n> ")
-        os.kill(tty.process.pid, signal.SIGINT)  # nothing runs: a new line, and on
-        tty.until("> ")
+        tty.interrupt_until("> ")  # nothing runs: a new line, and on
         tty.type("/set max_tokens=2\n")
         tty.until("max_tokens=2.*> ")
         tty.type("Again.\n")
