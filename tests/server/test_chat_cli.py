@@ -235,13 +235,15 @@ class Tty:
         return text
 
     def interrupt_until(self, pattern: str) -> str:
-        """Ctrl-C until a pattern shows: a line editor shows its prompt a moment before it hears of signals."""
+        """Ctrl-C, again when nothing comes: a line editor shows its prompt a moment before it hears of signals."""
         end = time.monotonic() + WAIT_S
+        os.kill(self.process.pid, signal.SIGINT)
         while not re.search(pattern, self.shown, re.DOTALL):
             assert time.monotonic() < end, f"{pattern!r} never came: {self.shown!r}"
-            os.kill(self.process.pid, signal.SIGINT)
-            if select.select([self._master], [], [], 1.0)[0]:
+            if select.select([self._master], [], [], 2.0)[0]:
                 self.shown += os.read(self._master, 65536).decode("utf-8", "replace")
+            else:
+                os.kill(self.process.pid, signal.SIGINT)
         return self.until(pattern)
 
     def type(self, text: str) -> None:
@@ -311,7 +313,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_chat(url: str, dummy_engine: Engine
             time.sleep(0.01)
         os.kill(tty.process.pid, signal.SIGINT)
         tty.until("stopped\r\n> ")
-        tty.interrupt_until("> ")  # nothing runs: a new line, and on
+        tty.interrupt_until("\r\n> ")  # nothing runs: a new line, and on
         tty.type("/set max_tokens=2\n")
         tty.until("max_tokens=2.*> ")
         tty.type("Again.\n")
