@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -113,6 +114,16 @@ def test_templates_see_the_time_that_was_recorded(tmp_path: Path):
     assert seen == [now]
     template = ChatTemplate("{{ strftime_now('%Y-%m-%d') }}")
     assert template.render([], **template_clock(86400.0 * 365)) in ("1970-12-31", "1971-01-01")
+
+
+def test_handles_of_the_engine_are_no_part_of_what_a_program_says(tmp_path: Path):
+    file = tmp_path / "run.json"
+    real = record(file, steps, "a", backend=sgl.MockBackend({"one": "1", "two": "2"}, choices={"end": "x"}))
+    raw = json.loads(file.read_text())
+    for message in raw["programs"][0]["messages"]:
+        message["graph"]["handles"] = [["another", 0, 7]]  # as if it had been sent before the last one came
+    file.write_text(json.dumps(raw))
+    assert steps.run("a", backend=sgl.Replay(file)).text() == real.text()
 
 
 def test_a_file_that_is_no_recording(tmp_path: Path):
