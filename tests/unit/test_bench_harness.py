@@ -381,7 +381,7 @@ def test_work_of_a_child_is_our_own_while_it_lives_and_after() -> None:
         child.communicate(b"\n")
     ended = sampler.read([child.pid])
     assert ended.sides_s == (0.0,)
-    assert ended.own_s - before.own_s >= living.own_s - before.own_s >= 0.29
+    assert ended.own_s - before.own_s >= living.own_s - before.own_s >= 0.29 - 1e-6  # differences of sums of ticks
 
 
 def test_cores_are_those_we_may_use() -> None:
