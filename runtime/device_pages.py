@@ -6,9 +6,9 @@ by `gpu_steps.py`, which sends the entries that are missing together with the st
 
 A table that grew is told from one that changed by its array (`page_table.py`: tables grow behind a view, and everything
 else begins a new array); the array is held here, so that no other can be taken for it, and of a changed table only what
-lies behind the first difference is sent. Parts are given one after
-another, with room to grow; when the end is reached, all are given anew, to the tables of the step at hand. What is
-written to a part follows, on the device, whatever still reads what was there before.
+lies behind the first difference is sent. Parts are given one after another, with room to grow; when the end is reached,
+all are given anew, to the tables of the step at hand. What is written to a part follows, on the device, whatever still
+reads what was there before.
 
 Imports no torch. Shapes: C chunks, U new entries.
 """

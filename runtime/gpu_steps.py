@@ -39,6 +39,7 @@ from sgl.runtime.decode_graphs import (
 from sgl.runtime.device_pages import DevicePages, Placed
 from sgl.runtime.gpu_verification import VerifyGraph, blocks_of
 from sgl.runtime.plan import UNKNOWN, StepPlan
+from sgl.runtime.recording import record
 from sgl.runtime.shared_prefixes import SharedReading
 
 if TYPE_CHECKING:
@@ -387,16 +388,8 @@ class _DecodeGraph:
         return self._together is not None
 
     def capture(self, pool: Any) -> Any:
-        """Run the step once, so that its kernels are compiled, then record it. Graphs share `pool`, one at a time."""
-        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            self._compute()
-        torch.cuda.current_stream().wait_stream(side)
-        torch.cuda.synchronize()
-        self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"):
-            self._logits = self._compute()
+        """Record the step; the pool of its graph."""
+        self._graph, self._logits = record(self._compute, pool)
         return self._graph.pool()
 
     def _compute(self) -> torch.Tensor:

@@ -21,6 +21,7 @@ from sgl.kernels.triton.attention import HostPlan, PagedPlan
 from sgl.kernels.triton.sampling import enter, follow
 from sgl.runtime.decode_graphs import VerifiedSize
 from sgl.runtime.device_pages import Placed
+from sgl.runtime.recording import record
 
 if TYPE_CHECKING:
     from sgl.runtime.gpu_steps import Staging
@@ -100,16 +101,8 @@ class VerifyGraph:
         self._graph: Any = None  # until `capture`
 
     def capture(self, pool: Any) -> Any:
-        """Run the step once, so that its kernels are compiled, then record it. Graphs share `pool`, one at a time."""
-        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            self._compute()
-        torch.cuda.current_stream().wait_stream(side)
-        torch.cuda.synchronize()
-        self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"):
-            self._compute()
+        """Record the step; the pool of its graph."""
+        self._graph, _ = record(self._compute, pool)
         return self._graph.pool()
 
     def _compute(self) -> None:

@@ -3,10 +3,10 @@
 Owns the choice of dtype, quantization and kernels, with its reasons. Called by `resolution.resolve`. Pure; no torch.
 
 Three paths on a CPU. `torch` in float32 is the reference, and bit-exact in deterministic mode, as Triton's kernels are
-on a GPU. The native kernels
-(`sgl.kernels.native`) compute with 16-bit weights, or with blocks of 8 and 4 bits; activations between the layers are
-float32 there, `dtype` is that of the KV cache and of weights that are not quantized. On a GPU the kernels are Triton's
-(`sgl.kernels.triton`) where it is installed and takes the model's heads, else torch's.
+on a GPU. The native kernels (`sgl.kernels.native`) compute with 16-bit weights, or with blocks of 8 and 4 bits;
+activations between the layers are float32 there, `dtype` is that of the KV cache and of weights that are not quantized.
+On a GPU the kernels are Triton's (`sgl.kernels.triton`) where it is installed and takes the model's heads, else
+torch's.
 """
 
 from __future__ import annotations

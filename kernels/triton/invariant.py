@@ -166,10 +166,10 @@ def _attend(
     PRECISION: tl.constexpr,
 ):
     """Up to `TOKENS` tokens of a chunk, at places from a multiple of that on, and the query heads that share a key
-    head: every part of their context, or with several `WORKERS` every so many-th, which are left for `_merge`.
+    head: every part of their context, or (`SPLIT`) every so many-th, which are left for `_merge`.
 
     A chunk is a row of one token (`SINGLE`), or a block of `PagedPlan.blocks`, of which a program takes one of
-    `PIECES`."""
+    `pieces`."""
     block = tl.program_id(0)
     head = tl.program_id(1)
     tree = 0

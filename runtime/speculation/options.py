@@ -29,6 +29,8 @@ TrieDepth = Annotated[int, Meta(ge=2, le=1024)]
 
 _DRAFT_TOKENS: dict[Algorithm, int] = {"NGRAM": 12, "STANDALONE": 4}
 """As SGLang's: eleven guesses of text behind a known token, three of a model."""
+_OF_DRAFT_MODEL = ("speculative_draft_", "speculative_use_")
+"""How options of a draft model begin."""
 _LEAST_SLOTS, _MOST_SLOTS = 16 * 1024, 64 * 1024
 
 
@@ -81,7 +83,7 @@ def resolve_speculation(config: EngineConfig) -> Speculation | None:
         if given:
             raise ConfigError(
                 f"{given[0]} is given, but speculative_algorithm is {algorithm}",
-                hint=f"set speculative_algorithm to NGRAM, or leave {given[0]} out",
+                hint=f"set speculative_algorithm to {_owner(given[0])}, or leave {given[0]} out",
                 param=given[0],
             )
         return None
@@ -117,7 +119,7 @@ def draft_slots(context_len: int) -> int:
 
 def _check_algorithm(config: EngineConfig, algorithm: Algorithm) -> None:
     """Refuse options of another algorithm."""
-    others = ("speculative_draft_", "speculative_use_") if algorithm == "NGRAM" else ("speculative_ngram_",)
+    others = _OF_DRAFT_MODEL if algorithm == "NGRAM" else ("speculative_ngram_",)
     wrong = next((name for name in _fields(config) if name.startswith(others)), None)
     if wrong is not None:
         other = "STANDALONE" if algorithm == "NGRAM" else "NGRAM"
@@ -132,6 +134,11 @@ def _check_algorithm(config: EngineConfig, algorithm: Algorithm) -> None:
             hint="set speculative_draft_model_path to a smaller model with the same tokenizer",
             param="speculative_draft_model_path",
         )
+
+
+def _owner(name: str) -> Algorithm:
+    """The algorithm that an option belongs to; the simpler one for those of both."""
+    return "STANDALONE" if name.startswith(_OF_DRAFT_MODEL) else "NGRAM"
 
 
 def _accept(config: EngineConfig) -> Accept:

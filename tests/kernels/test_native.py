@@ -6,6 +6,7 @@ The library is built once into the user's cache, where an engine looks for it to
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import product
 
 import numpy as np
 import pytest
@@ -100,11 +101,11 @@ def test_quantized_product(kind: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize(("rows", "cols"), [(45, 101), (128, 64), (3, 2)])
+@pytest.mark.parametrize(("rows", "cols"), [(45, 101), (128, 64), (93, 96), (3, 2)])
 def test_floating_point_product_with_bias(dtype: torch.dtype, rows: int, cols: int, native: str) -> None:
     generator = torch.Generator().manual_seed(1)
     weight, bias = torch.randn(rows, cols, generator=generator).to(dtype), torch.randn(rows, generator=generator)
-    x = torch.randn(7, cols, generator=generator)
+    x = torch.randn(50, cols, generator=generator)  # two tiles of rows, one more, and a part of one
     packed = PackedWeight.of_tensor(weight)
     packed.set_bias(bias)
     rounds = dtype == torch.bfloat16 and b"bf16" in library.library().sgl_isa()
@@ -113,16 +114,16 @@ def test_floating_point_product_with_bias(dtype: torch.dtype, rows: int, cols: i
     assert relative_error(ops.linear(x, packed), x.double() @ weight.double().T + bias.double()) < tolerance
 
 
-@pytest.mark.parametrize("kind", [*QUANTIZED, *FLOATS])
-def test_a_row_of_a_product_does_not_depend_on_its_neighbours(kind: str | torch.dtype) -> None:
+@pytest.mark.parametrize(("kind", "cols"), [*((kind, 512) for kind in QUANTIZED), *product(FLOATS, (75, 96))])
+def test_a_row_of_a_product_does_not_depend_on_its_neighbours(kind: str | torch.dtype, cols: int) -> None:
     if isinstance(kind, str):
-        packed, _ = quantized(kind, 93, 512)
+        packed, _ = quantized(kind, 93, cols)
     else:
-        packed = PackedWeight.of_tensor(torch.randn(93, 75).to(kind))
-    x = torch.randn(11, packed.shape[1], generator=torch.Generator().manual_seed(4))
+        packed = PackedWeight.of_tensor(torch.randn(93, cols).to(kind))
+    x = torch.randn(50, packed.shape[1], generator=torch.Generator().manual_seed(4))
     together = ops.linear(x, packed)
-    for size in (1, 2, 3, 4, 7):
-        for begin in range(0, 11 - size + 1, 3):
+    for size in (1, 2, 3, 4, 7, 17, 33):
+        for begin in range(0, 50 - size + 1, 3):
             assert torch.equal(ops.linear(x[begin : begin + size], packed), together[begin : begin + size])
 
 
