@@ -7,7 +7,9 @@
 // threads busy), a longer chunk into runs of QUERIES tokens. Tokens whose split lies in the same pages (forks of one
 // prompt) are computed together: keys and values are then read once.
 //
-// A page's keys and values are [positions, kv_heads, dim], float or bfloat16. Nothing beyond a context is read.
+// A page's keys and values are [positions, kv_heads, dim], float or bfloat16. Nothing beyond a context is read. Where the
+// processor has a matrix unit, bfloat16 keys and values meet queries and weights that are rounded to bfloat16, too
+// (attention_tiles.h), in every step alike.
 //
 // The last tokens of a chunk may be a tree, of which each sees its ancestors only: their scores against others are
 // minus infinity, so a chain has the bits that it has without being called a tree. A tree of 64 that begins with a block
@@ -17,11 +19,12 @@
 #include <algorithm>
 #include <vector>
 
+#include "attention_tiles.h"
 #include "matmul.h"
 
 namespace sgl {
 
-constexpr int64_t KEYS = 64, SPLIT = 512, QUERIES = 16;
+constexpr int64_t SPLIT = 512, QUERIES = 16, TILED_QUERIES = 32;
 constexpr int TOGETHER = MANY_REGISTERS ? 4 : 2;  // queries that look at a block of keys together
 constexpr int64_t AHEAD = 6;  // positions that are fetched before they are read
 constexpr int64_t FEW = 64;  // heads whose splits one member joins faster than a barrier lets several do it
@@ -109,7 +112,10 @@ inline void merge(const Seen& into, const Seen& more) {
 class Attention {
    public:
     Attention(const Heads& heads, const Chunk* chunks, int64_t count)
-        : heads_(heads), wide_((heads.dim + LANES - 1) / LANES * LANES) {
+        : heads_(heads),
+          wide_((heads.dim + LANES - 1) / LANES * LANES),
+          tiled_(heads.bfloat16 && attends_in_tiles(heads.dim)),
+          most_(tiled_ ? TILED_QUERIES : QUERIES) {
         int64_t row = 0;
         std::vector<Task> alone;
         for (const Chunk* chunk = chunks; chunk < chunks + count; row += chunk->length, chunk++) {
@@ -117,8 +123,8 @@ class Attention {
                 alone.push_back({row, 1, chunk->start, 0, 0, chunk->pages});
                 continue;
             }
-            for (int64_t i = 0; i < chunk->length; i += QUERIES) {
-                int64_t rows = std::min(QUERIES, chunk->length - i);
+            for (int64_t i = 0; i < chunk->length; i += most_) {
+                int64_t rows = std::min(most_, chunk->length - i);
                 tasks_.push_back({row + i, rows, chunk->start + i, 1, -1, chunk->pages, chunk->ancestors,
                                   chunk->first_of_tree()});
             }
@@ -130,6 +136,7 @@ class Attention {
 
     int64_t partial_floats() const { return partials_ * heads_.query * (wide_ + 2); }
     int64_t scratch_floats() const {
+        if (tiled_) return TiledLook::floats(heads_.dim, most_ * heads_.group());
         return KEYS * (2 * wide_ + TOGETHER) + QUERIES * heads_.group() * (wide_ + 2 * (wide_ + 2));
     }
 
@@ -145,7 +152,10 @@ class Attention {
             int64_t first = index * span % heads_.kv;
             for (int64_t head = first; head < first + span; head++) {
                 int64_t reach = head == first ? span * heads_.dim : 0;
-                if (heads_.bfloat16) {
+                if (tiled_) {
+                    compute_in_tiles(task, head, reach, query, static_cast<const uint16_t*>(keys),
+                                     static_cast<const uint16_t*>(values), partial, scratch, out);
+                } else if (heads_.bfloat16) {
                     compute(task, head, reach, query, static_cast<const uint16_t*>(keys),
                             static_cast<const uint16_t*>(values), partial, scratch, out);
                 } else {
@@ -195,7 +205,7 @@ class Attention {
     // Whether `next` reads in the split of `task` what that reads, all of it.
     bool joins(const Task& task, const Task& next) const {
         int64_t begin = task.split * SPLIT, end = begin + SPLIT;
-        if (task.row + task.rows != next.row || task.rows == QUERIES) return false;
+        if (task.row + task.rows != next.row || task.rows == most_) return false;
         if (task.limit(0) < end || next.limit(0) < end) return false;
         int64_t first = begin / heads_.page_size, last = (end + heads_.page_size - 1) / heads_.page_size;
         return std::memcmp(task.pages + first, next.pages + first, size_t(last - first) * 4) == 0;
@@ -215,6 +225,69 @@ class Attention {
     void finish(const Seen& seen, float* out) const {
         float inverse = 1.0f / seen.mass();
         for (int64_t d = 0; d < heads_.dim; d++) out[d] = seen.mixed[d] * inverse;
+    }
+
+    // As `compute`, on the matrix unit.
+    SGL_OUTLINE void compute_in_tiles(const Task& task, int64_t head, int64_t reach, const float* query,
+                                      const uint16_t* keys, const uint16_t* values, float* partial, float* scratch,
+                                      float* out) const {
+        int64_t group = heads_.group();
+        auto row_of = [&](int64_t i) { return task.row + i / group; };
+        auto head_of = [&](int64_t i) { return head * group + i % group; };
+        auto offset_of = [&](int64_t i) { return (row_of(i) * heads_.query + head_of(i)) * heads_.dim; };
+        Tiles tiles;
+        TiledLook look(heads_.dim, task.rows * group, scratch);
+        look.take_queries([&](int64_t i) { return query + offset_of(i); },
+                          [&](int64_t i) { return task.limit(i / group); });
+        if (task.split >= 0) {
+            look_through(tiles, look, task, head, reach, task.split, keys, values);
+            look.each(false, [&](int64_t i, int64_t d, const float* mixed, float top, float mass) {
+                Seen state = partial_state(partial, row_of(i), task.split, head_of(i));
+                std::memcpy(state.mixed + d, mixed, TILE_ROWS * 4);
+                state.top() = top, state.mass() = mass;
+            });
+            return;
+        }
+        look.clear_total();
+        for (int64_t s = 0; s * SPLIT < task.limit(task.rows - 1); s++) {
+            look_through(tiles, look, task, head, reach, s, keys, values);
+            look.merge_all();
+        }
+        look.each(true, [&](int64_t i, int64_t d, const float* mixed, float, float mass) {
+            float* to = out + offset_of(i) + d;
+            float inverse = 1.0f / mass;
+            for (int64_t j = 0; j < TILE_ROWS; j++) to[j] = mixed[j] * inverse;
+        });
+    }
+
+    // One split of the keys, block by block, for all queries of a task.
+    void look_through(const Tiles& tiles, TiledLook& look, const Task& task, int64_t head, int64_t reach, int64_t split,
+                      const uint16_t* keys, const uint16_t* values) const {
+        int64_t group = heads_.group(), count = task.rows * group, stride = int64_t(heads_.kv) * heads_.dim;
+        int64_t end = std::min(task.limit(task.rows - 1), (split + 1) * SPLIT);
+        auto at = [&](int64_t position) { return heads_.slot(task.pages, position) * stride + head * heads_.dim; };
+        look.clear();
+        for (int64_t begin = split * SPLIT; begin < end; begin += KEYS) {
+            int64_t there = std::min(KEYS, end - begin), from[KEYS];
+            for (int64_t k = 0; k < there; k++) {
+                from[k] = at(begin + k);
+                int64_t later = reach ? at(std::min(begin + k + AHEAD, end - 1)) : 0;
+                for (int64_t d = 0; d < reach; d += 32) {
+                    __builtin_prefetch(keys + later + d), __builtin_prefetch(values + later + d);
+                }
+            }
+            look.take_block(begin, there, [&](int64_t k) { return keys + from[k]; },
+                            [&](int64_t k) { return values + from[k]; });
+            look.look(tiles, [&](int64_t first, float* scores) {
+                if (!task.ancestors || begin + there <= task.tree) return;
+                for (int64_t lane = 0; lane < TILE_ROWS; lane++) {
+                    uint64_t sees = task.sees(std::min(first + lane, count - 1) / group);
+                    for (int64_t k = std::max<int64_t>(0, task.tree - begin); k < there; k++) {
+                        if (!(sees >> (begin + k - task.tree) & 1)) scores[k * TILE_ROWS + lane] = -INFINITY;
+                    }
+                }
+            });
+        }
     }
 
     // `reach` numbers from the head's are fetched of each position, ahead of reading it: this head and those after it.
@@ -412,6 +485,8 @@ class Attention {
 
     const Heads heads_;
     const int64_t wide_;
+    const bool tiled_;
+    const int64_t most_;  // tokens of a task
     std::vector<Task> tasks_, alone_;
     std::vector<int64_t> first_partial_;  // by row of the step, for those that are alone
     int64_t partials_ = 0;

@@ -85,6 +85,7 @@ struct DecoderSpace {
     float *normed, *query, *key, *value, *mixed, *gate, *up, *partial, *scratch;
     int64_t scratch_floats;
     ActivationSpace derived;
+    uint16_t* gated;  // the input of `down` where tiles make it
 
     DecoderSpace(Arena& arena, const Shape& shape, int64_t tokens, const Attention& attention, int members) {
         int64_t query_size = int64_t(shape.heads.query) * shape.heads.dim, kv_size = int64_t(shape.heads.kv) * shape.heads.dim;
@@ -99,6 +100,7 @@ struct DecoderSpace {
         scratch_floats = (attention.scratch_floats() + 15) / 16 * 16;
         scratch = arena.take<float>(scratch_floats * members);
         derived = take_space(arena, tokens, std::max({shape.hidden, shape.inner, query_size}));
+        gated = arena.take<uint16_t>((tokens + TILE_ROWS - 1) / TILE_ROWS * TILE_ROWS * shape.inner);
     }
 };
 
@@ -128,14 +130,20 @@ class Decoder {
         auto after = [&](int64_t row) {
             if (next) begin_row(*next, row);
         };
-        product(shape_.hidden, {&layer.query, &layer.key, &layer.value},
+        product(derived(shape_.hidden), {&layer.query, &layer.key, &layer.value},
                 {space_.query, space_.key, space_.value}, false, rotate);
         attention_.run(team_, space_.query, layer.keys, layer.values, space_.partial,
                        space_.scratch + member * space_.scratch_floats, space_.mixed, [&] { if (few_) all_rows(mixed); });
         if (!few_) team_.each(step_.tokens, mixed);
-        product(query_size(), {&layer.output}, {step_.x}, true, feed_forward);
-        product(shape_.hidden, {&layer.gate, &layer.up}, {space_.gate, space_.up}, false, activated);
-        product(shape_.inner, {&layer.down}, {step_.x}, true, after);
+        product(derived(query_size()), {&layer.output}, {step_.x}, true, feed_forward);
+        Activations inner = derived(shape_.inner);
+        if (gates_in_tiles(layer.gate, layer.up, layer.down)) {
+            inner.halves = space_.gated;
+            multiply_gated(team_, layer.gate, layer.up, derived(shape_.hidden), space_.gated);
+        } else {
+            product(derived(shape_.hidden), {&layer.gate, &layer.up}, {space_.gate, space_.up}, false, activated);
+        }
+        product(inner, {&layer.down}, {step_.x}, true, after);
     }
 
     // The first layer's input.
@@ -170,12 +178,14 @@ class Decoder {
         return forms;
     }
 
-    // Products of the derived activations, and then `once` for each row: by one member where the rows are few, which
+    // What was derived of rows of so many columns.
+    Activations derived(int64_t cols) const { return space_.derived.of(step_.tokens, cols); }
+
+    // Products of activations, and then `once` for each row: by one member where the rows are few, which
     // spares a barrier.
     template <class Once>
-    void product(int64_t cols, Weights weights, std::initializer_list<float*> outs, bool add,
+    void product(const Activations& x, Weights weights, std::initializer_list<float*> outs, bool add,
                  Once&& once) const {
-        Activations x = space_.derived.of(step_.tokens, cols);
         Target targets[3];
         int count = 0;
         for (float* out : outs) targets[count] = {out, weights.begin()[count]->rows, add}, count++;

@@ -11,6 +11,7 @@
 #include <algorithm>
 #include <type_traits>
 
+#include "elementwise.h"
 #include "team.h"
 #include "tiles.h"
 #include "weights.h"
@@ -238,45 +239,60 @@ SGL_OUTLINE inline void dots(const Weight& w, int64_t begin, int64_t end, bool f
     });
 }
 
-// R tiles of rows with G groups of the weights, from `group` on: 16 x 16 results of each, group by group.
+// R tiles of rows with G groups of weights: 16 x 16 results of each, group by group.
 template <int R, int G>
-SGL_OUTLINE inline void tile_dots(const Tiles& tiles, const Weight& w, const uint8_t* group, int64_t ahead,
+SGL_OUTLINE inline void tile_dots(const Tiles& tiles, int64_t cols, const uint8_t* const* groups, int64_t ahead,
                                   const uint16_t* x, float* out) {
     static_assert(R * G <= 4 && R <= 2);
-    int64_t bytes = float_group_bytes<BFloat16>(w), further = TILE_ROWS * w.cols;
     auto indices = [](auto count, auto&& visit) {
         [&]<int... I>(std::integer_sequence<int, I...>) { (visit(std::integral_constant<int, I>()), ...); }
         (std::make_integer_sequence<int, decltype(count)::value>());
     };
-    std::integral_constant<int, R> rows;
-    std::integral_constant<int, G> groups;
+    std::integral_constant<int, R> num_rows;
+    std::integral_constant<int, G> num_groups;
     indices(std::integral_constant<int, R * G>(), [&](auto i) { tiles.clear<i>(); });
-    for (int64_t c = 0; c < w.cols; c += TILE_COLS, x += TILE_NUMBERS, group += TILE_ROWS * BFloat16::TILE) {
-        indices(rows, [&](auto r) { tiles.load<4 + r>(x + r * further); });
-        indices(groups, [&](auto g) {
+    const int64_t further = TILE_ROWS * cols, bytes = TILE_ROWS * BFloat16::TILE;
+    for (int64_t c = 0, at = 0; c < cols; c += TILE_COLS, x += TILE_NUMBERS, at += bytes) {
+        indices(num_rows, [&](auto r) { tiles.load<4 + r>(x + r * further); });
+        indices(num_groups, [&](auto g) {
             constexpr int B = 6 + g % 2;
-            if (ahead) fetch(group + g * bytes + ahead, TILE_ROWS * BFloat16::TILE);
-            tiles.load<B>(group + g * bytes);
-            indices(rows, [&](auto r) { tiles.dot<g * R + r, 4 + r, B>(); });
+            if (ahead) fetch(groups[g] + at + ahead, bytes);
+            tiles.load<B>(groups[g] + at);
+            indices(num_rows, [&](auto r) { tiles.dot<g * R + r, 4 + r, B>(); });
         });
     }
     indices(std::integral_constant<int, R * G>(), [&](auto i) { tiles.store<i>(out + i * TILE_ROWS * LANES); });
 }
 
-// As `dots`, for all rows: two tiles of rows at a time with two groups of weights, the last one with four.
-SGL_OUTLINE inline void multiply_tiles(const Weight& w, int64_t begin, int64_t end, int64_t far, const Target& to,
+// Calls `pass(R, row)` for each one or two tiles of the rows begin .. end.
+template <class Pass>
+inline void each_rows_of_tiles(int64_t begin, int64_t end, Pass pass) {
+    int64_t row = begin;
+    for (; row + TILE_ROWS < end; row += 2 * TILE_ROWS) pass(std::integral_constant<int, 2>(), row);
+    if (row < end) pass(std::integral_constant<int, 1>(), row);
+}
+
+// Some groups of a matrix with some rows of the activations: what one member does at a time.
+struct Part {
+    int64_t group, last_group, row, last_row;
+};
+
+// As `dots`, for all rows of a part: two tiles of rows at a time with two groups of weights, the last one with four.
+SGL_OUTLINE inline void multiply_tiles(const Weight& w, const Part& part, int64_t far, const Target& to,
                                        const Activations& x) {
     if constexpr (LANES == TILE_ROWS) {
         Tiles tiles;
         alignas(64) float out[4 * TILE_ROWS * LANES];
         int64_t bytes = group_bytes(w);
-        auto pass = [&](auto rows, int64_t row) {
-            constexpr int R = decltype(rows)::value;
+        each_rows_of_tiles(part.row, part.last_row, [&](auto rows, int64_t row) {
+            constexpr int R = decltype(rows)::value, MOST = 4 / R;
             const uint16_t* from = x.halves + tiles_at(row, w.cols);
             auto some = [&](auto groups, int64_t g) {
                 constexpr int G = decltype(groups)::value;
-                int64_t ahead = row ? 0 : g + G < end ? G * bytes : G * bytes + far;
-                tile_dots<R, G>(tiles, w, w.data + g * bytes, ahead, from, out);
+                int64_t ahead = row ? 0 : g + G < part.last_group ? G * bytes : G * bytes + far;
+                const uint8_t* at[G];
+                for (int i = 0; i < G; i++) at[i] = w.data + (g + i) * bytes;
+                tile_dots<R, G>(tiles, w.cols, at, ahead, from, out);
                 for (int i = 0; i < G * R; i++) {
                     int64_t first = row + i % R * TILE_ROWS, count = std::min<int64_t>(TILE_ROWS, x.rows - first);
                     for (int64_t r = 0; r < count; r++) {
@@ -284,54 +300,130 @@ SGL_OUTLINE inline void multiply_tiles(const Weight& w, int64_t begin, int64_t e
                     }
                 }
             };
-            constexpr int G = 4 / R;
-            int64_t g = begin;
-            for (; g + G <= end; g += G) some(std::integral_constant<int, G>(), g);
-            for (; g < end; g++) some(std::integral_constant<int, 1>(), g);
-        };
-        int64_t row = 0;
-        for (; row + TILE_ROWS < x.rows; row += 2 * TILE_ROWS) pass(std::integral_constant<int, 2>(), row);
-        if (row < x.rows) pass(std::integral_constant<int, 1>(), row);
+            int64_t g = part.group;
+            for (; g + MOST <= part.last_group; g += MOST) some(std::integral_constant<int, MOST>(), g);
+            for (; g < part.last_group; g++) some(std::integral_constant<int, 1>(), g);
+        });
+    }
+}
+
+// silu(gate) * up of a part, as tiles of the rows of `to`, which have a column for each row of the weights.
+SGL_OUTLINE inline void multiply_gated_tiles(const Weight& gate, const Weight& up, const Part& part, int64_t far,
+                                             const Activations& x, uint16_t* to) {
+    if constexpr (LANES == TILE_ROWS) {
+        Tiles tiles;
+        alignas(64) float out[4 * TILE_ROWS * LANES];
+        int64_t bytes = group_bytes(gate);
+        each_rows_of_tiles(part.row, part.last_row, [&](auto rows, int64_t row) {
+            constexpr int R = decltype(rows)::value;
+            for (int64_t g = part.group; g < part.last_group; g++) {
+                int64_t ahead = row ? 0 : g + 1 < part.last_group ? bytes : bytes + far;
+                const uint8_t* at[] = {gate.data + g * bytes, up.data + g * bytes};
+                tile_dots<R, 2>(tiles, gate.cols, at, ahead, x.halves + tiles_at(row, gate.cols), out);
+                for (int64_t r = 0; r < std::min<int64_t>(R * TILE_ROWS, x.rows - row); r++) {
+                    const float* products = out + r * LANES;
+                    int64_t column = g * LANES, tile = column / TILE_COLS * TILE_NUMBERS + column % TILE_COLS;
+                    round_lanes(mul(silu(load(products)), load(products + R * TILE_ROWS * LANES)),
+                                to + tiles_at(row + r, gate.rows) + tile);
+                }
+            }
+        });
     }
 }
 
 // Groups that one member takes at a time.
 constexpr int64_t CHUNK = 4;
+// What of the weights and of the activations of a part in tiles stays in a member's cache while many rows are computed,
+// and the rows of such a part.
+constexpr int64_t WEIGHT_BYTES = 300 << 10, ACTIVATION_BYTES = 800 << 10, FEWEST_ROWS = 64, MOST_ROWS = 256;
 
-// The first pass over the rows brings the weights from memory, the others find them in the cache. Of a team of `members`
-// in step, this one's next chunk lies behind one chunk of each of the others.
-SGL_OUTLINE inline void multiply_chunk(const Weight& w, int64_t chunk, int members, const Target& to, const Activations& x) {
-    int64_t begin = chunk * CHUNK, end = std::min(begin + CHUNK, w.groups()), row = 0;
-    int64_t far = (members - 1) * CHUNK * group_bytes(w);
-    if (w.type == BF16 && in_tiles(w.cols)) {
-        multiply_tiles(w, begin, end, far, to, x);
-        return;
+// How products of an input with matrices of one number of columns are cut into parts: first all of the first rows.
+class Parts {
+   public:
+    Parts(const Weight* const* weights, int count, int64_t rows, bool tiled)
+        : weights_(weights), count_(count), rows_(rows) {
+        int64_t cols = weights[0]->cols, fitting = ACTIVATION_BYTES / (2 * cols) / FEWEST_ROWS * FEWEST_ROWS;
+        if (tiled && rows > FEWEST_ROWS) {
+            groups_ = std::max(CHUNK, WEIGHT_BYTES / (2 * cols * LANES) / CHUNK * CHUNK);
+            row_step_ = std::clamp(fitting, FEWEST_ROWS, MOST_ROWS);
+        }
+        for (int i = 0; i < count; i++) chunks_ += chunks_of(i);
     }
+
+    int64_t size() const { return chunks_ * ((rows_ + row_step_ - 1) / row_step_); }
+    // Bytes from a part to that of another member, which comes next for this one when `members` are in step.
+    int64_t far(const Weight& w, int members) const { return groups_ * (members - 1) * group_bytes(w); }
+
+    // Calls `visit(i, part)` for the part of that number, of matrix i.
+    template <class Visit>
+    void at(int64_t index, Visit visit) const {
+        int64_t row = index / chunks_ * row_step_, chunk = index % chunks_;
+        int i = 0;
+        for (int64_t n; chunk >= (n = chunks_of(i)); i++) chunk -= n;
+        int64_t group = chunk * groups_;
+        visit(i, Part{group, std::min(group + groups_, weights_[i]->groups()), row, std::min(row + row_step_, rows_)});
+    }
+
+   private:
+    int64_t chunks_of(int i) const { return (weights_[i]->groups() + groups_ - 1) / groups_; }
+
+    const Weight* const* weights_;
+    const int count_;
+    const int64_t rows_;
+    int64_t groups_ = CHUNK, row_step_ = std::max<int64_t>(rows_, 1), chunks_ = 0;
+};
+
+// The first pass over the rows brings the weights from memory, the others find them in the cache.
+SGL_OUTLINE inline void multiply_part(const Weight& w, const Part& part, int64_t far, const Target& to, const Activations& x) {
+    int64_t row = part.row;
     auto pass = [&](auto rows) {
         constexpr int R = decltype(rows)::value;
-        dots<R>(w, begin, end, row == 0, far, x, row, to);
+        dots<R>(w, part.group, part.last_group, row == 0, far, x, row, to);
         row += R;
     };
-    while (row + PANEL <= x.rows) pass(std::integral_constant<int, PANEL>());
-    if (PANEL > 4 && row + 4 <= x.rows) pass(std::integral_constant<int, 4>());
-    if (row + 2 <= x.rows) pass(std::integral_constant<int, 2>());
-    if (row < x.rows) pass(std::integral_constant<int, 1>());
+    while (row + PANEL <= part.last_row) pass(std::integral_constant<int, PANEL>());
+    if (PANEL > 4 && row + 4 <= part.last_row) pass(std::integral_constant<int, 4>());
+    if (row + 2 <= part.last_row) pass(std::integral_constant<int, 2>());
+    if (row < part.last_row) pass(std::integral_constant<int, 1>());
 }
 
 // Products of one input with several matrices, and `then`. Called by all members of the team.
 template <class Then>
 inline void multiply(Team& team, const Weight* const* weights, const Target* targets, int count, const Activations& x,
                      Then&& then) {
-    int64_t chunks = 0;
-    for (int i = 0; i < count; i++) chunks += (weights[i]->groups() + CHUNK - 1) / CHUNK;
+    bool tiled = in_tiles(x.cols);
+    for (int i = 0; i < count; i++) tiled &= weights[i]->type == BF16;
+    Parts parts(weights, count, x.rows, tiled);
     team.each(
-        chunks,
+        parts.size(),
         [&](int64_t index) {
-            int i = 0;
-            for (int64_t n; index >= (n = (weights[i]->groups() + CHUNK - 1) / CHUNK); i++) index -= n;
-            multiply_chunk(*weights[i], index, team.size(), targets[i], x);
+            parts.at(index, [&](int i, const Part& part) {
+                const Weight& w = *weights[i];
+                if (w.type == BF16 && in_tiles(w.cols)) {
+                    multiply_tiles(w, part, parts.far(w, team.size()), targets[i], x);
+                } else {
+                    multiply_part(w, part, parts.far(w, team.size()), targets[i], x);
+                }
+            });
         },
         then);
+}
+
+// Whether `multiply_gated` can make the input of `down`.
+inline bool gates_in_tiles(const Weight& gate, const Weight& up, const Weight& down) {
+    bool same = gate.type == BF16 && up.type == BF16 && down.type == BF16 && !gate.bias && !up.bias;
+    return same && in_tiles(gate.cols) && in_tiles(down.cols);
+}
+
+// silu(gate) * up as the tiles that `down` multiplies: the same bits as by way of floats, which are not written.
+inline void multiply_gated(Team& team, const Weight& gate, const Weight& up, const Activations& x, uint16_t* to) {
+    const Weight* weights[] = {&gate};
+    Parts parts(weights, 1, x.rows, true);
+    team.each(parts.size(), [&](int64_t index) {
+        parts.at(index, [&](int, const Part& part) {
+            multiply_gated_tiles(gate, up, part, parts.far(gate, team.size()), x, to);
+        });
+    });
 }
 
 }  // namespace sgl

@@ -16,7 +16,7 @@ import torch
 from sgl.lang.graph import Sampling
 from sgl.runtime import gpu_steps
 from sgl.runtime.config import EngineConfig
-from sgl.runtime.decode_graphs import INTEGERS_PER_ROW
+from sgl.runtime.decode_graphs import INTEGERS_PER_ROW, VerifiedSize
 from sgl.runtime.loading.checkpoint import open_checkpoint
 from sgl.runtime.loading.sources import locate
 from sgl.runtime.model_runner import ModelRunner
@@ -47,7 +47,11 @@ class Event:
 
 
 class Clock:
-    def begin(self) -> None: ...
+    def __init__(self) -> None:
+        self.usual: list[bool] = []
+
+    def begin(self, *, is_usual: bool = True) -> None:
+        self.usual.append(is_usual)
 
     def mark(self) -> None: ...
 
@@ -246,12 +250,42 @@ def test_verifications_are_recorded_when_they_come_again(
         torch.testing.assert_close(logits, expected.forward(StepPlan(chunks=tuple(chunks))), atol=1e-4, rtol=1e-4)
         lengths.append(len(steps._verify_graphs))
     assert lengths == [0, 1, 1]
+    assert steps._clock.usual[-3:] == [False, False, True], "launched one by one for now, recorded, replayed"  # type: ignore[attr-defined]
     (size,) = steps._verify_graphs
-    assert size == (4, 8, 12)
+    assert size == (4, 16, 16)
     rows[1].ids += [1, 2]
     plan = StepPlan(chunks=(rows[1].chunk(), msgspec.structs.replace(chunks[2], num_drafts=0, checks=(), parents=())))
     for _ in range(2):
         found = ours.forward(plan)
     assert len(found) == 2
-    assert len(steps._verify_graphs) == 2
+    assert len(steps._verify_graphs) == 1, "the larger one serves"
     torch.testing.assert_close(found, expected.forward(plan), atol=1e-4, rtol=1e-4)
+
+
+def test_a_larger_recorded_step_serves_until_a_size_comes_often(
+    runners: tuple[ModelRunner, ModelRunner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is recorded at start holds every step of as many rows; none is launched kernel by kernel."""
+    ours, expected = runners
+    steps = ours._gpu_steps
+    assert steps is not None
+    monkeypatch.setattr(gpu_steps, "_PADDED_VERIFICATIONS", 2)
+    steps._verify_captured(VerifiedSize(4, 16, 64))
+    rows = [Row(i, 6 + i, ours.page_size) for i in range(3)]
+    for runner in runners:
+        for row in rows:
+            row.start = 0
+        runner.forward(StepPlan(chunks=tuple(row.chunk() for row in rows)))
+    steps._clock.usual.clear()  # type: ignore[attr-defined]
+    recorded = []
+    for _ in range(3):
+        for row in rows:
+            row.ids += [11, 12]
+        plan = StepPlan(chunks=tuple(row.chunk() for row in rows))
+        found = ours.forward(plan).clone()
+        torch.testing.assert_close(found, expected.forward(plan), atol=1e-4, rtol=1e-4)
+        recorded.append(sorted(steps._verify_graphs))
+    assert recorded[0] == recorded[1] == [(4, 16, 64)]
+    assert recorded[2] == [(4, 4, 8), (4, 16, 64)]
+    assert steps._clock.usual == [True, True, False]  # type: ignore[attr-defined]
+    assert ours.num_recorded >= 2

@@ -40,10 +40,12 @@ def native() -> Iterator[None]:
 class Step:
     """Chunks `(start, length, parents of the tree at its end)` on scattered pages, NaN where nothing was written."""
 
-    def __init__(self, chunks: list[tuple[int, int, list[int] | None]], *, page_size: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, chunks: list[tuple[int, int, list[int] | None]], *, page_size: int, dtype: torch.dtype, dim: int = 16
+    ) -> None:
         generator = torch.Generator().manual_seed(3)
         self.chunks, self.page_size, self.dtype = chunks, page_size, dtype
-        self.heads, self.kv_heads, self.dim = 4, 2, 16
+        self.heads, self.kv_heads, self.dim = 4, 2, dim
         needed = [-(-(start + length) // page_size) for start, length, _ in chunks]
         order = np.random.default_rng(1).permutation(sum(needed)).astype(np.int32)
         self.tables = np.split(order, np.cumsum(needed)[:-1])
@@ -107,6 +109,20 @@ def test_each_token_of_a_tree_sees_its_ancestors(implementation: str, name: str,
     attend = registry.get("paged_attention", facts, implementation)
     got = attend(step.query, step.keys, step.values, plan, step.dim**-0.5)
     assert torch.allclose(got.double(), step.expected(), atol=2e-6)
+
+
+@pytest.mark.skipif(not CAN_COMPILE, reason="there is no C++ compiler")
+def test_a_tree_over_bfloat16_pages() -> None:
+    """A processor with a matrix unit takes a path of its own here, and rounds queries and weights for it."""
+    for chunks in STEPS.values():
+        step = Step(chunks, page_size=16, dtype=torch.bfloat16, dim=32)
+        plan = registry.get("plan_attention", OpFacts(native=True), "native")(
+            *step.plan_arguments(), ancestors=step.trees
+        )
+        attend = registry.get("paged_attention", OpFacts(native=True), "native")
+        got = attend(step.query, step.keys, step.values, plan, step.dim**-0.5)
+        expected = step.expected()
+        assert (got.double() - expected).norm() / expected.norm() < 4e-3
 
 
 @pytest.mark.parametrize("implementation", ["torch", "fixed_blocks"])
