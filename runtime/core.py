@@ -243,8 +243,8 @@ class EngineCore:
             begun = self.now()
             logits = self._compute(plan)
             result = self._sample(plan, logits)
-            self._take_device_time()
-            touched = self._process(plan, result, self.now() - begun)
+            device_s = self._take_device_time()
+            touched = self._process(plan, result, self.now() - begun if self._device_clock is None else device_s)
         except Exception as error:  # noqa: BLE001 - whatever a model or kernel raises must not end the other programs
             self._fail_step(plan, error)
             return True
@@ -311,12 +311,14 @@ class EngineCore:
 
     def _take_device_time(self) -> float:
         """Seconds from the end of the step before to the end of the one whose result is there, on its device, less what
-        it waited for a draft model; 0 where nobody measures."""
+        it waited for a draft model; 0 where nobody measures, and of a step that tells nothing of others."""
         if self._device_clock is None:
             return 0.0
         time = self._device_clock.take()
         self.stats.device_busy_s += time.busy_s
         self.stats.device_idle_s += time.idle_s
+        if not time.is_usual:
+            return 0.0
         drafter = self.scheduler.drafter
         return time.busy_s if drafter is not None and drafter.has_model else time.busy_s + time.idle_s
 

@@ -5,6 +5,7 @@ Owns the sizes; `gpu_steps.py` and `gpu_verification.py` record and replay. Impo
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from sgl.runtime.numerics import Kernels
@@ -22,10 +23,11 @@ INTEGERS_PER_ROW = 8
 """What a graph is sent per row, as int32: token, its source, position, slot, first page, length; a new page and its
 place."""
 
-VERIFIED_TOKENS = (2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
-"""Numbers of tokens for which steps of short chunks are recorded where drafts are verified."""
+VERIFIED_TOKENS = (2, 4, 8, 16, 32, 64, 128, 256)
+"""Numbers of tokens for which steps of short chunks are recorded where drafts are verified: few, since to record one
+costs as much as a hundred steps, and tokens that fill a step up cost little."""
 VERIFIED_ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
-VERIFIED_WIDTHS = (4, 8, 16)
+VERIFIED_WIDTHS = (4, 16)
 """Tokens of a chunk at most: those of a step decide how its attention is cut."""
 MOST_VERIFIED = 48
 """Recorded verifications at most: others are launched kernel by kernel."""
@@ -46,12 +48,38 @@ def verified_size(num_rows: int, longest: int, num_tokens: int) -> VerifiedSize 
 
     Example:
         >>> verified_size(3, 9, 20), verified_size(1, 4, 4), verified_size(2, 40, 41)
-        (VerifiedSize(rows=4, width=16, tokens=24), VerifiedSize(rows=1, width=4, tokens=4), None)
+        (VerifiedSize(rows=4, width=16, tokens=32), VerifiedSize(rows=1, width=4, tokens=4), None)
     """
     rows = next((each for each in VERIFIED_ROWS if each >= num_rows), 0)
     width = next((each for each in VERIFIED_WIDTHS if each >= longest), 0)
     tokens = next((each for each in VERIFIED_TOKENS if each >= num_tokens), 0)
     return VerifiedSize(rows, width, tokens) if rows and width and tokens else None
+
+
+def early_verified(most: int) -> tuple[VerifiedSize, ...]:
+    """Sizes that are recorded at start, where steps of up to `most` rows are: for each number of rows the largest,
+    which any step of so many rows fits into until its own size is recorded.
+
+    Example:
+        >>> early_verified(3)
+        (VerifiedSize(rows=1, width=16, tokens=16), VerifiedSize(rows=2, width=16, tokens=32), \
+VerifiedSize(rows=4, width=16, tokens=64))
+    """
+    needed = next((i for i, rows in enumerate(VERIFIED_ROWS) if rows >= most), len(VERIFIED_ROWS) - 1)
+    width = VERIFIED_WIDTHS[-1]
+    rows = VERIFIED_ROWS[: needed + 1] if most else ()
+    return tuple(VerifiedSize(each, width, min(width * each, VERIFIED_TOKENS[-1])) for each in rows)
+
+
+def holding(size: VerifiedSize, sizes: Iterable[VerifiedSize]) -> VerifiedSize | None:
+    """The smallest of `sizes` that a step of `size` fits into.
+
+    Example:
+        >>> holding(VerifiedSize(2, 4, 8), early_verified(4))
+        VerifiedSize(rows=2, width=16, tokens=32)
+    """
+    fitting = (each for each in sizes if all(has >= needs for has, needs in zip(each, size, strict=True)))
+    return min(fitting, key=lambda each: (each.tokens, each.rows, each.width), default=None)
 
 
 def verified_bytes(vocab_size: int) -> int:

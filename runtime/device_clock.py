@@ -14,10 +14,11 @@ import torch
 
 
 class DeviceTime(NamedTuple):
-    """Seconds that a device computed, and that it waited."""
+    """Seconds that a device computed, and that it waited; `is_usual`: whether such a step takes as long again."""
 
     busy_s: float
     idle_s: float
+    is_usual: bool = True
 
 
 class DeviceClock:
@@ -26,12 +27,17 @@ class DeviceClock:
     def __init__(self) -> None:
         self._spare: list[torch.cuda.Event] = []
         self._step: list[torch.cuda.Event] = []
-        self._steps: deque[list[torch.cuda.Event]] = deque()
+        self._is_usual = True
+        self._steps: deque[tuple[list[torch.cuda.Event], bool]] = deque()
         self._last: torch.cuda.Event | None = None  # where the step before ended, unless the engine rested since
 
-    def begin(self) -> None:
-        """The kernels of a step's forward are queued from here on."""
-        self._step = []
+    def begin(self, *, is_usual: bool = True) -> None:
+        """The kernels of a step's forward are queued from here on.
+
+        Args:
+            is_usual: False where it was recorded on the way, or is launched kernel by kernel for the time being.
+        """
+        self._step, self._is_usual = [], is_usual
         self.mark()
 
     def mark(self) -> None:
@@ -40,7 +46,7 @@ class DeviceClock:
         event.record()
         self._step.append(event)
         if len(self._step) == 4:
-            self._steps.append(self._step)
+            self._steps.append((self._step, self._is_usual))
 
     def rest(self) -> None:
         """There is nothing to do, or a step has failed: what comes next has not been waited for."""
@@ -51,7 +57,7 @@ class DeviceClock:
         """Those of the oldest step that was not taken yet; its result is there."""
         if not self._steps:
             return DeviceTime(0.0, 0.0)
-        step = self._steps.popleft()
+        step, is_usual = self._steps.popleft()
         begin, computed, draw, drawn = step
         idle = computed.elapsed_time(draw)
         if self._last is not None:
@@ -59,4 +65,5 @@ class DeviceClock:
             self._spare.append(self._last)
         self._spare += step[:3]
         self._last = drawn
-        return DeviceTime((begin.elapsed_time(computed) + draw.elapsed_time(drawn)) / 1e3, idle / 1e3)
+        busy = begin.elapsed_time(computed) + draw.elapsed_time(drawn)
+        return DeviceTime(busy / 1e3, idle / 1e3, is_usual)

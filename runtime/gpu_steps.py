@@ -32,7 +32,9 @@ from sgl.runtime.decode_graphs import (
     VERIFIED_TOKENS,
     VERIFIED_WIDTHS,
     VerifiedSize,
+    early_verified,
     graph_rows,
+    holding,
     table_entries,
     verified_size,
 )
@@ -50,8 +52,8 @@ if TYPE_CHECKING:
 Ids = npt.NDArray[np.int32]
 _NOTHING = np.empty(0, dtype=np.int32)
 _NO_TREES = np.empty((0, 2), dtype=np.int32)
-_EAGER_VERIFICATIONS = 3
-"""Of a size, before it is recorded."""
+_EAGER_VERIFICATIONS, _PADDED_VERIFICATIONS = 3, 12
+"""Of a size, before it is recorded: launched kernel by kernel, or filled up to a larger one."""
 
 
 class Staging:
@@ -135,6 +137,9 @@ class GpuSteps:
         self._graphs: dict[tuple[int, bool], _DecodeGraph] = {}
         self._verify_graphs: dict[VerifiedSize, VerifyGraph] = {}
         self._verified: Counter[VerifiedSize] = Counter()
+        self.num_recorded = 0
+        """Steps that were recorded so far, of all kinds."""
+        self._most_rows = max_rows
         most_verified = VERIFIED_TOKENS[-1] if max_rows and vocab_size else 0
         self._verify_logits = torch.empty(most_verified, vocab_size, dtype=torch.float32, device=device)
         self._pool: Any = None
@@ -162,6 +167,7 @@ class GpuSteps:
     def _forward(self, plan: StepPlan, drawn: torch.Tensor | None) -> torch.Tensor:
         chunks = plan.chunks
         page_size = self._cache.page_size
+        num_recorded = self.num_recorded
         ends = [chunk.start + len(chunk.token_ids) for chunk in chunks]
         placed = self._placing.place(chunks, [-(-end // page_size) for end in ends])
         starts, lengths = [chunk.start for chunk in chunks], [len(chunk.token_ids) for chunk in chunks]
@@ -178,8 +184,10 @@ class GpuSteps:
             sources[token_ids == UNKNOWN] = [chunk.follows for chunk in chunks if chunk.follows is not None]
         follows_known = drawn is None or len(drawn) <= len(self._drawn)
         verify = None
+        size = None
         if placed is not None and follows_known and max(lengths) > 1:
-            verify = self._verify_graph(verified_size(len(chunks), max(lengths), len(token_ids)))
+            size = verified_size(len(chunks), max(lengths), len(token_ids))
+            verify = self._verify_graph(size)
             if verify is not None:
                 host.blocks = blocks_of(starts, lengths, placed.first)
         trees = _NO_TREES
@@ -191,7 +199,7 @@ class GpuSteps:
                 self._drawn[: len(drawn)] = drawn
             wanted = _logit_rows(plan)
             verify.fill(token_ids, sources, wanted, host, trees, placed)
-            self._clock.begin()
+            self._clock.begin(is_usual=self.num_recorded == num_recorded)
             logits = verify.replay(len(token_ids), len(wanted))
             self._clock.mark()
             return logits
@@ -204,11 +212,12 @@ class GpuSteps:
         if cascade is not None and (graph is None or graph.reads_together):
             self.saved_tokens += cascade.num_saved
         if graph is None or placed is None:
-            return self._eager(plan, token_ids, sources, host, trees, placed, cascade, drawn)
+            will_be_recorded = size is not None and self._may_record_verifications
+            return self._eager(plan, token_ids, sources, host, trees, placed, cascade, drawn, not will_be_recorded)
         if drawn is not None:
             self._drawn[: len(drawn)] = drawn
         graph.fill(token_ids, sources, host, placed, cascade)
-        self._clock.begin()
+        self._clock.begin(is_usual=self.num_recorded == num_recorded)
         logits = graph.replay(len(token_ids))
         self._clock.mark()
         return logits
@@ -223,13 +232,14 @@ class GpuSteps:
         placed: Placed | None,
         cascade: Cascade | None,
         drawn: torch.Tensor | None,
+        is_usual: bool,
     ) -> torch.Tensor:
         targets, values = (placed.targets, placed.values) if placed is not None else (_NOTHING, _NOTHING)
         names = list(vars(host))
         arrays = [token_ids, sources, _logit_rows(plan), targets, values, trees, *vars(host).values()]
         together = [] if cascade is None else cascade.arrays
         ids, from_drawn, rows, targets_U, values_U, trees_M2, *attention = self._staging.put([*arrays, *together])
-        self._clock.begin()
+        self._clock.begin(is_usual=is_usual)
         if drawn is not None:
             follow(ids, from_drawn, drawn)
         of_host = dict(zip(names, attention, strict=False))
@@ -269,16 +279,22 @@ class GpuSteps:
         return self._captured(rows, together=together)
 
     def _verify_graph(self, size: VerifiedSize | None) -> VerifyGraph | None:
-        """The graph for a step of short chunks, if there is one by now."""
+        """The graph for a step of short chunks, if there is one by now: its own, or a larger one until the size has
+        come up often enough to be recorded itself."""
         if size is None or not len(self._verify_logits):
             return None
+        if size in self._verify_graphs:
+            return self._verify_graphs[size]
         self._verified[size] += 1
-        is_recorded = size in self._verify_graphs
-        if not is_recorded and (
-            self._verified[size] <= _EAGER_VERIFICATIONS or len(self._verify_graphs) >= MOST_VERIFIED
-        ):
-            return None
-        return self._verify_captured(size)
+        larger = holding(size, self._verify_graphs)
+        often = _EAGER_VERIFICATIONS if larger is None else _PADDED_VERIFICATIONS
+        if self._verified[size] > often and self._may_record_verifications:
+            return self._verify_captured(size)
+        return None if larger is None else self._verify_graphs[larger]
+
+    @property
+    def _may_record_verifications(self) -> bool:
+        return len(self._verify_logits) > 0 and len(self._verify_graphs) < MOST_VERIFIED
 
     def _verify_captured(self, size: VerifiedSize) -> VerifyGraph:
         if size not in self._verify_graphs:
@@ -294,13 +310,16 @@ class GpuSteps:
             )
             self._pool = graph.capture(self._pool)
             self._verify_graphs[size] = graph
+            self.num_recorded += 1
         return self._verify_graphs[size]
 
     def capture(self, rows: Sequence[int]) -> None:
         """Have the graphs for these numbers of rows before they are needed. The largest comes first: the others find
         their memory in its."""
-        for width in VERIFIED_WIDTHS if len(self._verify_logits) else ():
-            self._verify_captured(VerifiedSize(1, width, width))  # compiles the kernels that others need, too
+        if len(self._verify_logits):
+            self._verify_captured(VerifiedSize(1, VERIFIED_WIDTHS[0], VERIFIED_WIDTHS[0]))
+            for size in reversed(early_verified(self._most_rows)):
+                self._verify_captured(size)
         for each in sorted(rows, reverse=True):
             self._captured(each)
         if self.sharing is not None and max(rows, default=1) > 1:
@@ -328,6 +347,7 @@ class GpuSteps:
             )
             self._pool = graph.capture(self._pool)
             self._graphs[rows, together] = graph
+            self.num_recorded += 1
         return self._graphs[rows, together]
 
 

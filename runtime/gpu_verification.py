@@ -77,6 +77,8 @@ class VerifyGraph:
         tokens, rows = size.tokens, size.rows
         sizes = [*[tokens] * (_PER_TOKEN - 2), 2 * tokens, _PER_CHUNK * rows]
         self._integers = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
+        self._begins = np.cumsum([0, *sizes[:-1]]).tolist()
+        """Where each part of the integers begins."""
         parts = torch.split(self._integers, sizes)
         self._ids, self._sources, positions, slots, self._targets, self._values, self._wanted, trees, blocks = parts
         slots.fill_(spare_slot)
@@ -98,6 +100,8 @@ class VerifyGraph:
             most_queries=size.width,
             fills_up=True,
         )
+        self._empty: Ids = self._integers.cpu().numpy().copy()
+        """What fills the step up: the integers of one without tokens."""
         self._graph: Any = None  # until `capture`
 
     def capture(self, pool: Any) -> Any:
@@ -122,26 +126,28 @@ class VerifyGraph:
             wanted: `[R]`, tokens whose logits are wanted.
             trees: see `plant_trees`.
         """
-        tokens = self._size.tokens
-        fits = len(placed.targets) <= tokens
-        arrays = [
-            np.pad(array, (0, size - len(array)), constant_values=value)
-            for array, size, value in (
-                (token_ids, tokens, 0),
-                (sources, tokens, -1),
-                (host.positions, tokens, 0),
-                (host.write_slots, tokens, self._spare_slot),
-                (placed.targets if fits else _NOTHING, tokens, -1),
-                (placed.values if fits else _NOTHING, tokens, 0),
-                (wanted, tokens, 0),
-                (trees.reshape(-1), 2 * tokens, 0),
-                (host.blocks.reshape(-1), _PER_CHUNK * self._size.rows, 0),
-            )
-        ]
+        fits = len(placed.targets) <= self._size.tokens
+        filled = self._empty.copy()
+        for begin, array in zip(
+            self._begins,
+            (
+                token_ids,
+                sources,
+                host.positions,
+                host.write_slots,
+                placed.targets if fits else _NOTHING,
+                placed.values if fits else _NOTHING,
+                wanted,
+                trees.reshape(-1),
+                host.blocks.reshape(-1),
+            ),
+            strict=True,
+        ):
+            filled[begin : begin + len(array)] = array
         if fits:
-            self._staging.put(arrays, self._integers)
+            self._staging.put([filled], self._integers)
             return
-        integers, targets, values = self._staging.put([np.concatenate(arrays), placed.targets, placed.values])
+        integers, targets, values = self._staging.put([filled, placed.targets, placed.values])
         self._integers.copy_(integers)
         enter(self._tables, targets, values)
 

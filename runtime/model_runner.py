@@ -239,6 +239,11 @@ class ModelRunner:
         """See `Stats.shared_prefix_tokens`."""
         return 0 if self._gpu_steps is None else self._gpu_steps.saved_tokens
 
+    @property
+    def num_recorded(self) -> int:
+        """Steps that were recorded so far; 0 where none are."""
+        return 0 if self._gpu_steps is None else self._gpu_steps.num_recorded
+
     @torch.inference_mode()
     def capture(self, rows: Sequence[int]) -> None:
         """Record the decoding steps of so many rows before they are needed, where steps are recorded at all."""

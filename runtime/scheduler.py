@@ -46,7 +46,7 @@ from sgl.runtime.policies import victim
 from sgl.runtime.radix import RadixNode
 from sgl.runtime.sequence import Owner, Request, Sequence
 from sgl.runtime.speculation.carry import Tail, Tails, goes_on
-from sgl.runtime.speculation.drafter import Drafter
+from sgl.runtime.speculation.drafter import Draft, Drafter
 from sgl.runtime.speculation.verify import right_path, take
 from sgl.runtime.stats import Stats
 from sgl.runtime.waiting import WaitingQueue
@@ -236,6 +236,7 @@ class Scheduler:
         if not self._flights:
             return
         flight = self._flights[-1]
+        waits = self._waits_to_draft(flight)
         num_drawn = 0
         for chunk in flight.plan.chunks:
             draws = num_drawn
@@ -245,7 +246,7 @@ class Scheduler:
                 continue
             sequence = request.sequence
             generation = request.generation if chunk.sample is not None else None
-            if chunk.scores or chunk.num_drafts or request.has_scores_left or self._waits_to_draft(request):
+            if chunk.scores or chunk.num_drafts or request.has_scores_left or (waits and generation is not None):
                 self._held.add(sequence.id)
             elif generation is not None and not generation.ends_next:
                 self._follows[sequence.id] = draws
@@ -253,9 +254,17 @@ class Scheduler:
             elif chunk.end == len(sequence):  # it may be over
                 self._held.add(sequence.id)
 
-    def _waits_to_draft(self, request: Request) -> bool:
-        """Whether a row had better know its last token before it goes on, since guesses begin behind it."""
-        return self.drafter is not None and self.drafter.speculates(request)
+    def _waits_to_draft(self, flight: _Flight) -> bool:
+        """Whether all rows had better know their last tokens before they go on, since guesses begin behind them. All or
+        none: a step of half the rows takes about as long as one of all. A step that prefills is not waited for."""
+        chunks = flight.plan.chunks
+        if self.drafter is None:
+            return False
+        if any(chunk.num_drafts for chunk in chunks):
+            return True  # some rows wait in any case
+        if any(chunk.sample is None for chunk in chunks):
+            return False
+        return self.drafter.waits([request for request in flight.requests.values() if request.generation is not None])
 
     def _take_off(self, plan: StepPlan) -> None:
         """The plan flies from now on. Tokens that are not known are in it, and in no sequence any more."""
@@ -624,20 +633,27 @@ class Scheduler:
             and chunk.start >= request.prompt_len
         ]
         drafter.prepare(rows)
+        drafts: list[tuple[Request, Draft]] = []
         for request, generation in rows:
             if left <= 0:
-                return
-            chunk = planned[request.sequence.id]
+                break
             sequence = request.sequence
             length, num_pages = len(sequence), len(sequence.pages)
             most = min(left, drafter.most_of_row, self.config.context_len - length)
             spare = self.paging.spare(-(-(length + most) // self.page_size) - num_pages)
             draft = drafter.draft(request, generation, min(most, (num_pages + spare) * self.page_size - length))
-            if not draft.token_ids:
-                continue
-            num_drafts = len(draft.token_ids)
-            missing = -(-(length + num_drafts) // self.page_size) - num_pages
+            if draft.token_ids:
+                drafts.append((request, draft))
+                left -= len(draft.token_ids)
+        if not drafter.pays():
+            return
+        for request, draft in drafts:
+            sequence, num_drafts = request.sequence, len(draft.token_ids)
+            chunk = planned[sequence.id]
+            missing = -(-(len(sequence) + num_drafts) // self.page_size) - len(sequence.pages)
             if missing > 0:
+                if self.paging.spare(missing) < missing:  # others have taken them
+                    continue
                 self.paging.grow(sequence, missing, -1, 0)
             planned[sequence.id] = msgspec.structs.replace(
                 chunk,
@@ -649,7 +665,6 @@ class Scheduler:
                 parents=draft.parents,
                 proposed=draft.proposed,
             )
-            left -= num_drafts
 
     def _find(self, request: Request) -> tuple[int, int]:
         """Move the request's sequence along the tree; the page that it can copy from then (see `Paging.borrowable`)."""

@@ -1,11 +1,12 @@
 """How many drafts pay: what a row of a step costs, what guesses were worth so far, how long chains may get.
 
-Owns three small estimators, which the drafter asks and feeds; they know neither requests nor models.
+Owns small estimators, which the drafter asks and feeds; they know neither requests nor models.
 
 * `StepCosts`: seconds of a step by its number of tokens, learned from the steps that ran.
 * `Trust`: how often a draft is right, by who proposed it and how much spoke for it.
 * `AdaptiveSteps`: the longest chain worth trying at a batch size, from the accepted lengths there. This is the policy
   of SGLang's `--speculative-adaptive`: slots by batch size, an exponential mean, hysteresis.
+* `Rounds`: where steps overlap, whether rows wait for their tokens in order to guess behind them.
 
 A draft is computed when the chance that it is right is above what it costs: a row's seconds over the seconds that an
 output token takes without it. So speculation ends by itself where steps are bound by arithmetic, or guesses are bad.
@@ -61,6 +62,11 @@ class StepCosts:
         else:
             weight = _SHORTER if seconds < usual else _LONGER
             self._seconds[size] = usual + weight * (min(seconds, _FAR_OFF * usual) - usual)
+
+    @property
+    def is_known(self) -> bool:
+        """Whether any step was timed."""
+        return bool(self._known)
 
     def seconds(self, num_tokens: int) -> float:
         """What a step takes; 1 for a step of one token as long as nothing is known."""
@@ -241,6 +247,44 @@ class _SlotState:
         self.steps = longest
         self.mean = float(longest)
         self.num_batches = 0
+
+
+class Rounds:
+    """Where steps overlap, guessing costs before anything is guessed: rows have to know their last tokens, so the
+    device waits for the host. Whether that pays is said by what it brought lately; where it does not, it is tried again
+    for `TRIES` steps, after `FIRST_PAUSE` others and then ever more rarely.
+
+    Example:
+        >>> rounds = Rounds()
+        >>> sum(rounds.wait(hoped=0.1, needed=0.5) for _ in range(2000))
+        18
+        >>> rounds.wait(hoped=0.6, needed=0.5), rounds.is_trying
+        (True, False)
+    """
+
+    FIRST_PAUSE, LONGEST_PAUSE, TRIES = 32, 256, 2
+
+    def __init__(self) -> None:
+        self.is_trying = False
+        self._idle, self._pause = 0, self.FIRST_PAUSE
+
+    def wait(self, hoped: float, needed: float) -> bool:
+        """Whether the rows of a step wait.
+
+        Args:
+            hoped: tokens that all rows together will be spared; `needed`: what takes as long as waiting.
+        """
+        self.is_trying = False
+        if hoped > needed:
+            self._idle, self._pause = 0, max(self._pause // 2, self.FIRST_PAUSE)
+            return True
+        self._idle += 1
+        if self._idle <= self._pause:
+            return False
+        self.is_trying = True
+        if self._idle == self._pause + self.TRIES:
+            self._idle, self._pause = 0, min(2 * self._pause, self.LONGEST_PAUSE)
+        return True
 
 
 def _next_steps(slot: AdaptiveSlot, steps: int, mean: float) -> int:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from sgl.errors import ConfigError
 from sgl.runtime.config import ResolvedConfig
+from sgl.runtime.decode_graphs import VERIFIED_TOKENS, VERIFIED_WIDTHS
 from sgl.runtime.speculation.draft_model import DraftModel
 from sgl.runtime.speculation.drafter import Drafter
 from sgl.runtime.speculation.ngram import NgramProposer, TokenIndex
@@ -47,9 +48,13 @@ def make_drafter(config: ResolvedConfig, tokenizer: Tokenizer, model: DraftModel
             if config.deterministic and (config.page_size > 1 or config.device != "cpu")
             else options.ngram_max_bfs_breadth,
         )
+    # Larger steps are launched kernel by kernel; who fixes their number of drafts wants them all the same.
+    records = config.cuda_graph_max_bs_decode > 0 and not config.deterministic and options.adaptive
     return Drafter(
         [proposer],
-        most=options.most_drafts,
+        most=min(options.most_drafts, VERIFIED_WIDTHS[-1] - 1) if records else options.most_drafts,
+        most_of_row=VERIFIED_WIDTHS[-1] if records else None,
+        most_tokens=VERIFIED_TOKENS[-1] if records else None,
         most_of_step=config.max_drafts,
         adaptive=options.adaptive_params if options.adaptive else None,
         slope=_SLOPES[config.device],

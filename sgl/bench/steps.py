@@ -179,9 +179,11 @@ class StepBench:
         """What `rows` prompts go on with, greedily, decoded together."""
         return self.complete(self._taken(rows, context), new_tokens)
 
-    def complete(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> list[tuple[int, ...]]:
-        """What these prompts, ids of tokens, go on with, greedily, computed together."""
-        programs = [self._start(prompt, new_tokens) for prompt in prompts]
+    def complete(
+        self, prompts: Sequence[Sequence[int]], new_tokens: int, temperature: float = 0.0
+    ) -> list[tuple[int, ...]]:
+        """What these prompts, ids of tokens, go on with, computed together; greedily unless a temperature is given."""
+        programs = [self._start(prompt, new_tokens, temperature=temperature) for prompt in prompts]
         values = self._finish(programs)
         return [tuple(values[program].token_ids) for program in programs]
 

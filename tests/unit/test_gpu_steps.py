@@ -61,7 +61,7 @@ class Model:
 
 
 class Clock:
-    def begin(self) -> None:
+    def begin(self, *, is_usual: bool = True) -> None:
         pass
 
     mark = begin
