@@ -12,6 +12,7 @@ was given. Floors follow from what has to be moved and computed, and from the ce
 from __future__ import annotations
 
 import gc
+import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -44,7 +45,9 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
         chunk: tokens of a prompt that is computed as one chunk.
         prompts, new_tokens: whose greedy tokens are compared.
         mixed: sequences of the mixed benchmark, and their longest prompt and output.
+        apart: prompts that share nothing, their tokens and those of their outputs, for `cache`.
         scale: share of each workload's tokens (`sgl bench program`).
+        programs_s, comparison_s: seconds of `programs`, and of one of its comparisons, at most.
         workloads: of these names; all of them for none.
         pairs: of each comparison in pairs.
     """
@@ -60,7 +63,10 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
     prompts: int = 50
     new_tokens: int = 64
     mixed: tuple[int, int, int] = (256, 1024, 1024)
+    apart: tuple[int, int, int] = (96, 512, 160)
     scale: float = 0.02
+    programs_s: float = 210.0
+    comparison_s: float = 20.0
     workloads: tuple[str, ...] = ()
     pairs: int = 3
 
@@ -218,9 +224,7 @@ class _Bench:
     # --- parts ---
 
     def correct(self) -> None:
-        """Greedy tokens in float32 are those of the CPU; log-probabilities in bfloat16 are near float32's."""
-        from sgl.bench.quality import run as compare_quality
-
+        """Greedy tokens in float32 are those of the CPU."""
         self.close()
         sizes = self._sizes
         text = files("sgl.bench").joinpath(TEXT).read_text()
@@ -235,14 +239,21 @@ class _Bench:
                 texts.append([out["output_ids"] for out in engine.generate(prompts, greedy)])
         same = sum(ours == theirs for ours, theirs in zip(*texts, strict=True))
         self._figure("prompts whose greedy float32 tokens are the CPU's", same / sizes.prompts, goal=1.0)
-        if sizes.device != "cuda":
-            return
-        self._progress("correct: bfloat16 against float32")
+
+    def logits(self) -> None:
+        """Log-probabilities in float32 and bfloat16 are near those of torch's float32, on the same device."""
+        from sgl.bench.quality import run as compare_quality
+
+        self.close()
+        if self._sizes.device != "cuda":
+            raise ConfigError("part logits compares kernels of a GPU with torch's", hint="leave it out")
+        fields = self._given_model()
         report = compare_quality(
             {**fields, "device": "cuda"},
-            paths=("triton-float32", "triton-bfloat16"),
+            paths=("triton-bfloat16", "triton-float32"),
             window=512,
-            max_tokens=1536,
+            max_tokens=1024,
+            progress=self._progress,
         )
         self._details["quality"] = msgspec.to_builtins(report)
         for path, most in (("triton-float32", 1e-3), ("triton-bfloat16", 0.08)):
@@ -318,19 +329,59 @@ class _Bench:
 
     def constrained(self) -> None:
         """Decoding steps under a JSON schema against the same without; of each, what the host does in it."""
-        rows = min(64, max(self._sizes.rows))
-        for shape in dict.fromkeys((self._sizes.large, self._sizes.small)):
-            self._constrained(self._bench(shape, rows), shape, rows)
+        self._constrained(self._sizes.large)
+
+    def constrained_small(self) -> None:
+        """The same of the small shape."""
+        self._constrained(self._sizes.small)
 
     def cache(self) -> None:
         """What the prefix cache costs when it finds nothing."""
-        self._forms((), no_reuse=True)
+        from sgl.bench.workloads.questions import apart
+
+        self._forms((), apart(*self._sizes.apart), self._plan(), math.inf, math.inf)
 
     def programs(self) -> None:
         """Programs against the same calls as plain requests."""
-        from sgl.bench.workloads import WORKLOADS, named
+        from sgl.bench.workloads import named
 
-        self._forms(named(self._sizes.workloads or tuple(WORKLOADS)), no_reuse=False)
+        sizes = self._sizes
+        # Calls of both sides are as many: short turns, since one side takes several times as long.
+        plan = msgspec.structs.replace(self._plan(), turn_s=0.3, quiet_s=0.25)
+        until = min(self._until, time.monotonic() + sizes.programs_s)
+        self._forms(named(sizes.workloads or PROGRAMS), None, plan, until, sizes.comparison_s)
+
+    def deterministic(self) -> None:
+        """What steps of deterministic mode take beside others, on the small shape."""
+        self.close()
+        sizes = self._sizes
+        context = min(256, sizes.context)
+        widths = sorted({min(sizes.rows), min(64, max(sizes.rows))})
+        found: dict[bool, dict[int, float]] = {}
+        for is_deterministic in (False, True):
+            self._progress(f"loading {sizes.small}{', deterministic' if is_deterministic else ''}")
+            pool = max(widths) * (context + 64 + 4 * sizes.steps) + 4096
+            fields = self._engine(sizes.small, pool)
+            bench = StepBench(
+                {**fields, "max_running_requests": max(widths), "enable_deterministic_inference": is_deterministic}
+            )
+            try:
+                found[is_deterministic] = {
+                    rows: statistics.median(
+                        bench.decode(rows=rows, context=context, steps=sizes.steps).median_s
+                        for _ in range(sizes.rounds)
+                    )
+                    for rows in widths
+                }
+            finally:
+                bench.close()
+                del bench
+                gc.collect()
+        for rows in widths:
+            plain, fixed = found[False][rows], found[True][rows]
+            self._figure(f"{sizes.small}, {rows} rows: step", plain * 1e3, unit="ms")
+            self._figure(f"{sizes.small}, {rows} rows, deterministic: step", fixed * 1e3, unit="ms")
+            self._figure(f"{sizes.small}, {rows} rows: deterministic over plain", fixed / plain, unit="x")
 
     def products(self) -> None:
         """Bytes of weights per second by shape, and by how the kernel cuts the product."""
@@ -381,12 +432,14 @@ class _Bench:
                 rows=rows, context=sizes.context, steps=steps + 1, act=lambda step: kernel_times(step, steps)
             )
 
-    def _constrained(self, bench: StepBench, shape: str, rows: int) -> None:
+    def _constrained(self, shape: str) -> None:
         """Steps of rows in turns: free, under each schema, and under each with its forced tokens taken at once."""
         from sgl.bench.grammar import RECORDS
         from sgl.grammars.spec import JsonSchema, canonical_schema
 
         sizes = self._sizes
+        rows = min(64, max(sizes.rows))
+        bench = self._bench(shape, rows)
         constraints = {name: JsonSchema(canonical_schema(schema)) for name, schema in RECORDS.items()}
         ways: list[tuple[str, JsonSchema | None, bool]] = [("free", None, True)]
         ways += [(name, constraint, True) for name, constraint in constraints.items()]
@@ -429,7 +482,9 @@ class _Bench:
         bench.record_anew()
         return found
 
-    def _forms(self, workloads: Sequence[Any], *, no_reuse: bool) -> None:
+    def _forms(
+        self, workloads: Sequence[Any], apart: Any | None, plan: PairPlan, until: float, most_seconds: float
+    ) -> None:
         from sgl.bench.program_wall import compare_forms
 
         self.close()
@@ -437,18 +492,22 @@ class _Bench:
             workloads,
             scale=self._sizes.scale,
             seed=0,
-            plan=self._plan(),
+            plan=plan,
             fields=self._engine(self._sizes.small, 200_000 if self._sizes.device == "cuda" else 4096),
-            no_reuse=no_reuse,
+            no_reuse=apart or False,
+            until=until,
+            most_seconds=most_seconds,
             progress=self._progress,
         )
         self._details["report"] = msgspec.to_builtins(report)
         for each in report.comparisons:
             if each.result.ratio is not None:
-                goal = 0.99 if no_reuse else None
+                goal = 0.99 if apart is not None else None
                 self._figure(f"{each.workload}: {each.baseline}", each.result.ratio.median, unit="x", goal=goal)
+        if report.not_reached:
+            self._figure("comparisons that were not reached", len(report.not_reached))
         for mean in report.means:
-            if mean.mean is not None and not no_reuse:
+            if mean.mean is not None and apart is None:
                 goals = {"one by one, cache off": 3.0, "together, cache on": 1.2}
                 what = f"geometric mean of {mean.measured}: {mean.baseline}"
                 self._figure(what, mean.mean, unit="x", goal=goals.get(mean.baseline))
@@ -512,14 +571,24 @@ class _Bench:
         self._progress(f"{made.what}: {made.value:.4g} {made.unit}")
 
 
+PROGRAMS = (
+    "tree_of_thought", "multi_turn_chat", "gsm8k", "hellaswag", "json_schema", "llm_judge", "mmlu", "react",
+    "multi_document_qa", "tip_suggestion", "multi_chain_reasoning", "json_jump_forward", "generative_agents",
+    "dspy_rag", "in_batch_prefix", "long_json_decode", "hierarchical_cache",
+)  # fmt: skip
+"""All workloads, kinds in turn, so that what is not reached in time is of every kind."""
+
 PARTS: dict[str, Callable[[_Bench], None]] = {
     "correct": _Bench.correct,
+    "logits": _Bench.logits,
     "decode": _Bench.decode,
     "prefill": _Bench.prefill,
     "decode-small": _Bench.decode_small,
     "mixed": _Bench.mixed,
     "constrained": _Bench.constrained,
+    "constrained-small": _Bench.constrained_small,
     "cache": _Bench.cache,
+    "deterministic": _Bench.deterministic,
     "products": _Bench.products,
     "programs": _Bench.programs,
 }

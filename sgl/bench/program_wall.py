@@ -91,6 +91,8 @@ class WallReport(msgspec.Struct, frozen=True, kw_only=True):
     provenance: Provenance
     comparisons: tuple[FormComparison, ...]
     means: tuple[GeometricMean, ...]
+    not_reached: tuple[str, ...] = ()
+    """What was left out for want of time, and why."""
 
 
 def compare_forms(
@@ -100,14 +102,18 @@ def compare_forms(
     seed: int,
     plan: PairPlan,
     fields: Mapping[str, Any],
-    no_reuse: bool = True,
+    no_reuse: bool | Workload = True,
+    until: float = math.inf,
+    most_seconds: float = math.inf,
     sampler: Sampler | None = None,
     progress: Callable[[str], None] = lambda what: None,
 ) -> WallReport:
     """Measure every workload against both baselines.
 
     Args:
-        no_reuse: measure prompts that share nothing, too.
+        no_reuse: measure prompts that share nothing, too; or this workload in their place.
+        until: on the monotonic clock: what would not end by then is left out.
+        most_seconds: a comparison that would take longer is left out.
         fields: of `EngineConfig`, for both sides.
         sampler: of the load; that of the least busy cores by default. Tests invent one.
 
@@ -120,7 +126,7 @@ def compare_forms(
             hint="leave it out",
             param="disable_radix_cache",
         )
-    bench = _Bench(fields, plan, sampler, progress)
+    bench = _Bench(fields, plan, sampler, progress, until, most_seconds)
     compare, given, unit = bench.compare, bench.given, bench.unit
     with Engine(**given) as engine, Engine(**given, disable_radix_cache=True) as uncached:
         one_by_one, together = PlainBackend(uncached, in_flight=1), PlainBackend(engine)
@@ -130,9 +136,10 @@ def compare_forms(
             compare(workload, ONE_BY_ONE, programs, _Form(uncached, one_by_one, calls, 1))
             compare(workload, TOGETHER, programs, _Form(engine, together, calls, _MOST_TOGETHER))
         if no_reuse:
-            calls = NO_REUSE.build(seed, scale, unit)
+            apart = NO_REUSE if no_reuse is True else no_reuse
+            calls = apart.build(seed, scale, unit)
             cached, bare = (_Form(each, each, calls, _MOST_TOGETHER) for each in (engine, uncached))
-            compare(NO_REUSE, CACHE_OFF, cached, bare)
+            compare(apart, CACHE_OFF, cached, bare)
         return bench.report(engine, scale, seed)
 
 
@@ -174,8 +181,13 @@ class _Bench:
         plan: PairPlan,
         sampler: Sampler | None,
         progress: Callable[[str], None],
+        until: float = math.inf,
+        most_seconds: float = math.inf,
     ) -> None:
         config = config_from_mapping(fields)
+        self._until = until
+        self._most_seconds = most_seconds
+        self._not_reached: list[str] = []
         threads = config.num_threads or (1 if config.model_path == "dummy" else cpu_count())
         self.given = {**fields, "num_threads": threads}
         self.unit = unit_of(config.model_path)
@@ -189,7 +201,14 @@ class _Bench:
     def compare(self, workload: Workload, baseline: str, programs: _Form, plain: _Form) -> None:
         """Measure one workload in two forms."""
         self._progress(f"{workload.name}: programs against {baseline}")
-        found = _compare(workload.name, baseline, programs, plain, self._sampler, self._plan, self._progress)
+        most = min(self._most_seconds, self._until - time.monotonic())
+        found = None
+        if most > 0:
+            found = _compare(workload.name, baseline, programs, plain, self._sampler, self._plan, self._progress, most)
+        if found is None:
+            self._not_reached.append(f"{workload.name} against {baseline}")
+            self._progress(f"{workload.name}: not reached against {baseline}, for want of time")
+            return
         self._comparisons.append(found)
         if (ratio := found.result.ratio) is not None:
             interval = f"{ratio.interval.low:.2f} to {ratio.interval.high:.2f}"
@@ -209,6 +228,7 @@ class _Bench:
                 *(_mean(baseline, found) for baseline in dict.fromkeys(each.baseline for each in found)),
                 *_mean_of_several(found),
             ),
+            not_reached=tuple(self._not_reached),
         )
 
 
@@ -268,9 +288,23 @@ def _compare(
     sampler: Sampler,
     plan: PairPlan,
     progress: Callable[[str], None],
-) -> FormComparison:
+    most_seconds: float = math.inf,
+) -> FormComparison | None:
+    """`None` where its first calls say that it takes longer than `most_seconds`."""
+    begun = time.monotonic()
     costs = programs.tokens(), plain.tokens()
-    run = measure_pairs(programs.seconds, plain.seconds, sampler, plan, progress=progress)
+    if math.isinf(most_seconds):
+        run = measure_pairs(programs.seconds, plain.seconds, sampler, plan, progress=progress)
+    else:
+        # They are warm by now; timed once more, since what runs first compiles and records.
+        if time.monotonic() - begun > most_seconds:
+            return None
+        lasted = [form.seconds(0)["wall"] for form in (programs, plain)]
+        calls = max(1, math.ceil(plan.turn_s / min(lasted)))
+        expected = plan.pairs * (calls * sum(lasted) + plan.quiet_s)
+        if time.monotonic() - begun + expected > most_seconds:
+            return None
+        run = measure_pairs(programs.seconds, plain.seconds, sampler, plan, calls=calls, progress=progress)
     return FormComparison(
         workload=workload,
         baseline=baseline,

@@ -46,12 +46,15 @@ from sgl.runtime.config import config_from_mapping
 from sgl.runtime.core import EngineCore
 from sgl.runtime.engine_start import build_core
 from sgl.runtime.loading.facts import cpu_count
+from sgl.runtime.plan import StepPlan
 
 TASKS = ("copy", "json", "chain", "random")
 BATCHES = (1, 8, 32)
 
 
 _HOST_THREADS = 2
+_MOST_WARM_UPS, _QUIET_WARM_UPS = 24, 4
+"""Calls of each side before the clock runs, and how many that record nothing end them."""
 _BESIDE_A_GPU = CleanRule(max_foreign=0.1, max_steal=0.1)
 """The host of a GPU only feeds it."""
 
@@ -62,6 +65,8 @@ class TaskFigure(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         accept_len: tokens that a verification gave on average.
         forwards, forwards_off: of one call, the last of each side.
+        verified: share of the steps with drafts under way, of all steps of the side that speculates.
+        recorded: steps that were recorded as CUDA graphs in the measured time; what is measured is then not yet usual.
         equal: share of the rows whose tokens were the same on both sides; in 16 bits near ties may fall either way.
     """
 
@@ -73,6 +78,8 @@ class TaskFigure(msgspec.Struct, frozen=True, kw_only=True):
     forwards: int
     forwards_off: int
     equal: float
+    verified: float = 0.0
+    recorded: int = 0
 
 
 class SpeculationReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -126,7 +133,7 @@ def run(
                 progress(f"{task} at batch {batch} is left out: {most_seconds:.0f} s are over")
                 continue
             figures.append(bench.measure(task, batch, tokens_at(batch, new_tokens), watch, plan, progress))
-            progress(f"{task} at batch {batch}: {figures[-1].result.verdict}")
+            progress(f"{task} at batch {batch}: {told(figures[-1])}")
     finally:
         bench.core.compiler.close()
     return SpeculationReport(
@@ -135,6 +142,14 @@ def run(
         plan=plan,
         provenance=provenance(cores, side_variables(threads), ()),
         figures=tuple(figures),
+    )
+
+
+def told(figure: TaskFigure) -> str:
+    """A figure in a line."""
+    return (
+        f"{figure.result.verdict}; {figure.accept_len:.2f} tokens of a verification, {figure.verified:.0%} of the "
+        f"steps verified, {figure.recorded} recorded meanwhile"
     )
 
 
@@ -148,12 +163,29 @@ def tokens_at(batch: int, new_tokens: int) -> int:
     return min(new_tokens, max(32, int(new_tokens / batch**0.3)))
 
 
+class _Core(EngineCore):
+    """An engine core that keeps its runner at hand, and counts its steps, and those that verify drafts."""
+
+    def __init__(self, config: Any, tokenizer: Any, runner: Any, sampler: Any, **services: Any) -> None:
+        super().__init__(config, tokenizer, runner, sampler, **services)
+        self.runner = runner
+        self.num_steps = self.num_verifying = 0
+
+    def _compute(self, plan: StepPlan, drawn: Any = None) -> Any:
+        if self.scheduler.drafter is not None:
+            self.num_steps += 1
+            self.num_verifying += any(chunk.num_drafts for chunk in plan.chunks)
+        return super()._compute(plan, drawn)
+
+
 class _Bench:
     """One engine core, with and without its drafter."""
 
     def __init__(self, fields: dict[str, Any]) -> None:
-        self.core: EngineCore
-        self.core, _ = build_core(config_from_mapping(fields), emit=self._emit)
+        core, _ = build_core(config_from_mapping(fields), emit=self._emit, kind=_Core)
+        if not isinstance(core, _Core):
+            raise BenchError(f"build_core made a {type(core).__name__}")
+        self.core = core
         self._drafter = self.core.scheduler.drafter
         if self._drafter is None:
             raise ConfigError(
@@ -185,7 +217,6 @@ class _Bench:
         """Pairs of the same calls with drafts (a) and without (b)."""
         tokens: dict[bool, list[list[tuple[int, ...]]]] = {True: [], False: []}
         forwards: dict[bool, int] = {}
-        start = self.core.snapshot().as_dict()
 
         def call(number: int, *, speculates: bool) -> dict[str, float]:
             self.core.scheduler.drafter = self._drafter if speculates else None
@@ -197,6 +228,11 @@ class _Bench:
             forwards[speculates] = self.core.snapshot().forwards - before
             return {"wall": seconds}
 
+        self._warm_up(lambda number: [call(number, speculates=speculates) for speculates in (True, False)])
+        for kept in tokens.values():
+            kept.clear()
+        core = self.core
+        start, counts = core.snapshot().as_dict(), (core.num_steps, core.num_verifying, core.runner.num_recorded)
         pairs = measure_pairs(
             lambda number: call(number, speculates=True),
             lambda number: call(number, speculates=False),
@@ -206,6 +242,10 @@ class _Bench:
         ).pairs
         self.core.scheduler.drafter = self._drafter
         end = self.core.snapshot().as_dict()
+        num_steps, num_verifying, num_recorded = (
+            now - before
+            for now, before in zip((core.num_steps, core.num_verifying, core.runner.num_recorded), counts, strict=True)
+        )
         accepted, verified = (end[name] - start[name] for name in ("accepted_tokens", "verifications"))
         rows = [
             ours == others
@@ -221,7 +261,21 @@ class _Bench:
             forwards=forwards.get(True, 0),
             forwards_off=forwards.get(False, 0),
             equal=sum(rows) / max(1, len(rows)),
+            verified=num_verifying / max(1, num_steps),
+            recorded=num_recorded,
         )
+
+    def _warm_up(self, both: Callable[[int], object]) -> None:
+        """On a GPU, calls until none records a step any more; drafts have found their usual sizes then."""
+        if self.core.config.device != "cuda":
+            return
+        num_quiet = 0
+        for number in range(_MOST_WARM_UPS):
+            before = self.core.runner.num_recorded
+            both(-2 - number)
+            num_quiet = num_quiet + 1 if self.core.runner.num_recorded == before else 0
+            if num_quiet == _QUIET_WARM_UPS:
+                return
 
     def _run(self, task: str, batch: int, new_tokens: int, seed: int) -> list[tuple[int, ...]]:
         """One call: `batch` programs from start to end; the tokens of each."""

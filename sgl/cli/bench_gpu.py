@@ -29,8 +29,8 @@ def gpu(
         list[str] | None,
         typer.Option(
             metavar="NAME",
-            help="Of these parts; may repeat: correct, decode, prefill, decode-small, mixed, constrained, cache, "
-            "products, programs. [default: all]",
+            help="Of these parts; may repeat: correct, logits, decode, prefill, decode-small, mixed, constrained, "
+            "constrained-small, cache, deterministic, products, programs. [default: all]",
         ),
     ] = None,
     budget: Annotated[float, typer.Option(min=1, help="Seconds after which nothing more is begun.")] = 480.0,

@@ -69,7 +69,7 @@ def show(report: SpeculationReport) -> None:
     where = report.provenance.cpu if report.device == "cpu" else report.device
     print(f"model {report.model}; {where}")
     show_table(
-        ("TASK", "BATCH", "OFF / ON", "CLEAN PAIRS", "ACCEPT LEN", "FORWARDS", "EQUAL"),
+        ("TASK", "BATCH", "OFF / ON", "CLEAN PAIRS", "ACCEPT LEN", "VERIFIED", "RECORDED", "FORWARDS", "EQUAL"),
         [
             (
                 row.task,
@@ -77,6 +77,8 @@ def show(report: SpeculationReport) -> None:
                 row.result.verdict,
                 f"{row.result.clean} of {row.result.attempted}",
                 f"{row.accept_len:.2f}",
+                f"{row.verified:.0%}",
+                str(row.recorded),
                 f"{row.forwards} / {row.forwards_off}",
                 f"{row.equal:.0%}",
             )

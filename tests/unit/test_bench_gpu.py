@@ -6,10 +6,13 @@ from typing import Any
 
 import pytest
 
-from sgl.bench import gpu
+from sgl.bench import gpu, program_wall
 from sgl.bench.ceilings import Ceilings
 from sgl.bench.floors import SHAPES, layer_weights, mixed_floor_s
 from sgl.bench.gpu import Sizes
+from sgl.bench.harness import PairPlan
+from sgl.bench.workloads import WORKLOADS
+from sgl.bench.workloads.questions import apart
 from sgl.cli.bench_gpu import show
 from sgl.errors import ConfigError
 
@@ -28,6 +31,7 @@ SMALL = Sizes(
     scale=0.002,
     workloads=("hellaswag",),
     pairs=1,
+    apart=(3, 12, 6),
 )
 CEILINGS = Ceilings(card="none", copied_bytes_per_s=1e12, read_bytes_per_s=2e12, flops_per_s=1e15)
 FIELDS: dict[str, Any] = {"model_path": "dummy", "num_threads": 1}
@@ -55,7 +59,7 @@ def test_parts_run_and_are_handed_out_one_by_one(capsys: pytest.CaptureFixture[s
 
 
 def test_constrained_rows_take_turns_with_free_ones() -> None:
-    (part,) = gpu.run(FIELDS, parts=("constrained",), sizes=SMALL).parts
+    (part,) = gpu.run(FIELDS, parts=("constrained-small",), sizes=SMALL).parts
     assert part.error == ""
     figures = {figure.what: figure.value for figure in part.figures}
     for way in ("plain strings", "strings of maxLength"):
@@ -65,6 +69,39 @@ def test_constrained_rows_take_turns_with_free_ones() -> None:
         assert [run["new_tokens"] for run in runs] == [3 * 3 * SMALL.steps] * SMALL.rounds
         assert figures[f"dummy, 3 rows, {way}, forced tokens: tokens per second"] > 0
     assert figures["dummy, 3 rows, free: host, masks"] == 0
+
+
+def test_deterministic_mode_beside_other_steps() -> None:
+    (part,) = gpu.run(FIELDS, parts=("deterministic",), sizes=SMALL).parts
+    assert part.error == ""
+    assert {figure.what for figure in part.figures} >= {
+        "dummy, 1 rows: deterministic over plain",
+        "dummy, 3 rows: deterministic over plain",
+    }
+
+
+def test_programs_are_all_workloads_and_what_has_no_time_is_said_to_be_left_out() -> None:
+    assert sorted(gpu.PROGRAMS) == sorted(WORKLOADS)
+    calls = apart(3, 40, 7).build(seed=1, scale=0.01, unit="bytes")
+    assert [call.arguments["output_len"] for call in calls] == [7] * 3
+    assert len({call.arguments["before"][:2] for call in calls}) == 3
+
+    class Form:
+        num_programs = 1
+        runs = 0
+
+        def seconds(self, number: int) -> dict[str, float]:
+            self.runs += 1
+            return {"wall": 0.5}
+
+        def tokens(self) -> program_wall.FormTokens:
+            return program_wall.FormTokens(prefill_tokens=1, decode_tokens=1, forwards=1, requests=1)
+
+    programs, plain = Form(), Form()
+    plan = PairPlan(pairs=3, quiet_s=0.0, turn_s=1.0)
+    given: Any = ("x", program_wall.TOGETHER, programs, plain, None, plan, lambda what: None)
+    assert program_wall._compare(*given, most_seconds=5.9) is None, "three pairs of two calls each take six seconds"
+    assert (programs.runs, plain.runs) == (1, 1)
 
 
 def test_what_fails_is_told_and_the_next_part_runs(monkeypatch: pytest.MonkeyPatch) -> None:

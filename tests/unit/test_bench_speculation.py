@@ -41,6 +41,8 @@ def test_both_sides_decode_the_same_documents() -> None:
     assert copy.result.ratio is not None
     assert copy.forwards < copy.forwards_off, "the toy model repeats itself"
     assert copy.accept_len > 1
+    assert 0 < copy.verified <= 1
+    assert copy.recorded == 0, "a CPU records nothing"
     assert copy.equal == sampled.equal == 1.0
 
 

@@ -126,4 +126,16 @@ def _no_reuse(draw: Draw) -> list[Call]:
     ]
 
 
+def apart(num_prompts: int, prompt_len: int, output_len: int) -> Workload:
+    """As `NO_REUSE`, of other sizes, which no scale changes: so many outputs of such a length are as many steps."""
+
+    def make(draw: Draw) -> list[Call]:
+        return [
+            Call(answer, {"before": f"{number}{draw.exactly(prompt_len)}", "question": "", "output_len": output_len})
+            for number in range(num_prompts)
+        ]
+
+    return Workload(NO_REUSE.name, NO_REUSE.stresses, static=True, make=make)
+
+
 NO_REUSE = Workload("no_reuse", "what the cache costs when it finds nothing", True, _no_reuse)
