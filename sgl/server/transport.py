@@ -12,7 +12,8 @@ aborted: its request ends, and nothing of its answer stays.
 A head is handed to the parser when it is complete, so that its size is known before anything is kept of it in pieces.
 The parser sees no `Upgrade` header: it would take the body that follows for another protocol's, and clients that offer
 HTTP/2 (Java's does, in every request) would lose theirs. What comes between two pieces of a body (chunk extensions,
-trailers, the head of a request sent ahead) is bounded like a head.
+trailers, the head of a request sent ahead) is bounded like a head. Each piece costs the event loop some microseconds
+however small it is, so a body of very many that are small on average is refused with 400.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import asyncio
 import http
 import logging
 import re
-from typing import Any
+from typing import Any, NoReturn
 
 import httptools
 from uvicorn import Config
@@ -35,6 +36,10 @@ log = logging.getLogger("sgl.server")
 
 WRITE_BYTES = 2**16
 """What a client takes of an answer in `write_timeout` at least."""
+FREE_PIECES = 4096
+"""Pieces of a body that may be as small as they like: some 10 ms of the event loop."""
+PIECE_BYTES = 64
+"""What each further piece brings on average at least."""
 
 _HEAD_END = re.compile(rb"\r?\n\r?\n")
 _UPGRADE = re.compile(rb"(?i)\nUpgrade[ \t]*:[^\n]*(?=\n)")
@@ -91,6 +96,9 @@ class _Bounded(HttpToolsProtocol):
         self._in_head = False  # the parser's, which sees the heads of requests that were sent ahead as they come
         self._in_body = False
         self._barren = 0  # bytes since a head was complete or a body went on
+        self._pieces = 0  # of the body
+        self._body_bytes = 0
+        self._fault = ""  # what is wrong with what the parser was given, where that is known
         self._answered: RequestResponseCycle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
 
@@ -124,7 +132,7 @@ class _Bounded(HttpToolsProtocol):
         except httptools.HttpParserUpgrade:
             self._refuse(400, "connections are not upgraded here")
         except httptools.HttpParserError:
-            self._refuse(400, "this is no HTTP request")
+            self._refuse(400, self._fault or "this is no HTTP request")
         if self._in_head and self._timer is None:
             self._await_head()
         if (self._in_head or self._in_body) and self._barren > self.max_header_bytes:
@@ -161,14 +169,22 @@ class _Bounded(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         """The head is complete: the request starts."""
         self._in_head, self._in_body, self._barren = False, True, 0
+        self._pieces = self._body_bytes = 0
         self._stop_timer()
         if self.parser.get_http_version() == "1.1" and sum(name == b"host" for name, _ in self.headers) != 1:
-            raise ValueError("a request of HTTP/1.1 has one Host header")
+            self._fail("a request of HTTP/1.1 has one Host header")
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
         """A piece of the body."""
         self._barren = 0
+        self._pieces += 1
+        self._body_bytes += len(body)
+        if self._pieces > FREE_PIECES + self._body_bytes // PIECE_BYTES:
+            self._fail(
+                f"the body comes in {self._pieces} pieces of {self._body_bytes} bytes together; "
+                f"behind the first {FREE_PIECES}, pieces have {PIECE_BYTES} bytes on average: send larger ones"
+            )
         super().on_body(body)
 
     def on_message_complete(self) -> None:
@@ -182,6 +198,11 @@ class _Bounded(HttpToolsProtocol):
         super().on_response_complete()
         if self._in_body and not self.pipeline and not self.transport.is_closing():
             self._await_head()
+
+    def _fail(self, message: str) -> NoReturn:
+        """End the parsing of what has come: it is refused with this message."""
+        self._fault = message
+        raise ValueError(message)
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._answered = cycle

@@ -19,6 +19,7 @@ from sgl.runtime.engine import Engine
 from sgl.server import app, native
 from sgl.server.call import Call
 from sgl.server.routes import Routes
+from sgl.server.transport import FREE_PIECES
 
 KEY, ADMIN = "user-key-1234", "admin-key-5678"
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}
@@ -74,13 +75,30 @@ def test_row_02_a_body_that_says_it_is_huge_is_not_read(served: Served) -> None:
     assert b"connection: close" in answer.lower()
 
 
-def test_row_02_an_endless_body_in_tiny_chunks_ends_at_the_bound(dummy_engine: Engine) -> None:
+@pytest.mark.parametrize(
+    ("chunk", "status", "word"),
+    [(b"6\r\naaaaaa\r\n", 400, b"pieces"), (b"100\r\n" + b"a" * 256 + b"\r\n", 413, b"65536")],
+    ids=["six bytes", "256 bytes"],
+)
+def test_row_02_an_endless_body_in_chunks_ends_at_the_bound(
+    dummy_engine: Engine, chunk: bytes, status: int, word: bytes
+) -> None:
     head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
-    pieces = [b"6\r\naaaaaa\r\n" * 1000 for _ in range(20)]
     with serving(dummy_engine, max_body_bytes=2**16) as served:
-        assert status_of(talk(served.port, head, *pieces)) == 413
+        answer = talk(served.port, head, *[chunk * 1000] * 20)
+        assert status_of(answer) == status
+        assert word in answer
         with httpx2.Client(base_url=served.url) as http:
             works(http)
+
+
+def test_row_02_a_body_in_as_many_pieces_as_are_free_is_taken(dummy_engine: Engine) -> None:
+    """Bytes one by one, as some clients flush them, up to the bound."""
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
+    body = b'{"prompt": "a", "max_tokens": 1' + b" " * (FREE_PIECES - 32) + b"}"
+    pieces = b"".join(b"1\r\n%c\r\n" % each for each in body)
+    with serving(dummy_engine) as served:
+        assert status_of(talk(served.port, head, pieces + b"0\r\n\r\n")) == 200
 
 
 @pytest.mark.parametrize("body", [b"[" * 20_000, b'{"prompt":' * 1000, b'{"prompt": "' + b"\\" * 9999 + b"["])
