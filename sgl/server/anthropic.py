@@ -126,6 +126,12 @@ async def _spent(events: AsyncGenerator[Object, None]) -> None:
 async def _planned(call: Call, body: CountRequest) -> Plan:
     if not body.messages:
         raise EmptyPrompt("messages is empty", hint="give at least one message", param="messages")
+    request, places = await call.apart(_request, call.server, body)
+    return await planned(call, request, name="messages", places=places, words=_WORDS)
+
+
+def _request(server: Server, body: CountRequest) -> tuple[ChatRequest, list[str]]:
+    """What a chat request of the same meaning would be, and the names of its messages in errors."""
     turns = Turns()
     if body.system:
         text = body.system if isinstance(body.system, str) else "\n".join(block.text for block in body.system)
@@ -144,11 +150,11 @@ async def _planned(call: Call, body: CountRequest) -> Plan:
         continue_final_message=is_open,
         **_choice(body),
         **_format(body),
-        **_thinking(call.server, body),
+        **_thinking(server, body),
         reasoning_effort=_effort(body),
         **fields,
     )
-    return await planned(call, request, name="messages", places=turns.places, words=_WORDS)
+    return request, turns.places
 
 
 def _add(turns: Turns, turn: Turn, place: str) -> None:

@@ -2,7 +2,8 @@
 
 Owns size, time and depth of a body and the strictness about its fields. A body is never decoded before its size and
 depth are known; one that takes long to look at is looked at on a thread (and handlers go through it with `Call.apart`).
-Turns of a conversation are bounded, since every dialect goes through them one by one.
+Turns of a conversation are bounded, since every dialect goes through them one by one; so is what a request makes of its
+body by putting parts of it together again and again.
 
 Fails with `BodyTooLarge`, `BodyTimeout` and `InvalidParameter`, whose `param` is the path of the field.
 """
@@ -29,9 +30,12 @@ T = TypeVar("T")
 _DISCARD_S = 1.0
 _FETCH = "sec-fetch-site"
 LARGE = 64 * 2**10
-"""Bytes from which a body is looked at on a thread: some 0.3 ms of work."""
+"""Bytes, characters, tokens or numbers from which they are looked at on a thread: 0.3 ms of work to some 50 ms."""
 MAX_TURNS = 4096
 """Turns of a conversation, parts of their contents included: some 30 ms of work."""
+MAX_EXPANDED = 2**22
+"""Characters or tokens of the prompts that a request puts together out of parts that it has once (a query with each
+item, a template with each row): as many as the longest body has by default."""
 _NESTING = re.compile(rb'"(?:[^"\\]++|\\.)*+"|[\[{]|[\]}]', re.DOTALL)
 _AT = re.compile(r" - at `\$\.?(?P<path>[^`]*)`$")
 _STEPS = re.compile(r"\[(?:\d+|\.\.\.)\]|[^.\[\]]+")
@@ -194,6 +198,35 @@ def check_turns(name: str, turns: Any) -> None:
         raise InvalidParameter(
             f"{name} has {num} turns and parts; at most {MAX_TURNS} are taken",
             hint="shorten it",
+            param=name,
+        )
+
+
+def check_count(name: str, num: int, most: int) -> None:
+    """Raise `InvalidParameter` unless the field `name` has 1 to `most` entries.
+
+    Example:
+        >>> check_count("items", 3, 2)
+        Traceback (most recent call last):
+        sgl.errors.InvalidParameter: items has 3 entries; expected 1 to 2 (send fewer at a time)
+    """
+    if not 1 <= num <= most:
+        raise InvalidParameter(
+            f"{name} has {num} entries; expected 1 to {most}",
+            hint="send fewer at a time" if num else "give at least one",
+            param=name,
+        )
+
+
+def check_expanded(name: str, size: int) -> None:
+    """Raise `InvalidParameter` where the entries of the field `name` make longer prompts together than `MAX_EXPANDED`.
+
+    Called before there are any, since each holds a copy of what they have in common.
+    """
+    if size > MAX_EXPANDED:
+        raise InvalidParameter(
+            f"{name} make prompts of {size} characters or tokens together; at most {MAX_EXPANDED} are taken",
+            hint=f"send fewer {name} at a time",
             param=name,
         )
 

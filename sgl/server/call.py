@@ -25,6 +25,7 @@ from sgl.errors import Cancelled, InvalidParameter, ModelNotFound, SglError, Uns
 from sgl.lang.graph import Graph, ProgramOptions
 from sgl.runtime.engine import Engine
 from sgl.runtime.rendering import ModelRenderer
+from sgl.server.bodies import LARGE
 from sgl.server.config import ServerConfig
 from sgl.server.failures import Shape, encode, error_body
 from sgl.server.framing import Framing, server_sent
@@ -158,16 +159,16 @@ class Server:
         """The request that claimed this id has ended."""
         self._claimed.discard(place)
 
-    def abort(self, place: Place) -> int:
+    def abort(self, place: Place, reason: SglError | None = None) -> int:
         """Cancel what runs for a tenant's request; how much there was. Unknown ids are no error."""
         running = self._running.get(place, [])
         for work in running:
-            work.fail(Cancelled("aborted by /abort_request"))
+            work.fail(reason or Cancelled("aborted by /abort_request"))
         return len(running)
 
-    def abort_all(self) -> int:
+    def abort_all(self, reason: SglError | None = None) -> int:
         """Cancel every request."""
-        return sum(self.abort(place) for place in list(self._running))
+        return sum(self.abort(place, reason) for place in list(self._running))
 
     def open_program(self, program: OpenProgram) -> str:
         """Make a program known to its fragments; its id, which cannot be guessed."""
@@ -207,7 +208,7 @@ class Call:
 
     Attributes:
         warnings: about what was passed over (lenient mode); they go into the response.
-        is_large: its body takes long to look at (see `apart`).
+        is_large: there is much of it to look at (see `weigh`, `apart`).
     """
 
     def __init__(self, server: Server, request: Request, id: str, key: str | None, shape: Shape = error_body) -> None:
@@ -253,8 +254,12 @@ class Call:
         self.id = rid
         self._stack.callback(self.server.release, place)
 
+    def weigh(self, size: int) -> None:
+        """So much of this request, or of its answer, is to be looked at from now on: apart where it is much."""
+        self.is_large = self.is_large or size >= LARGE
+
     async def apart(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """`work(...)`, on a thread where the body is large: what takes time in proportion to it holds nobody up."""
+        """`work(...)`, on a thread where there is much of it: what takes time in proportion to that holds nobody up."""
         if self.is_large:
             return await asyncio.to_thread(work, *args, **kwargs)
         return work(*args, **kwargs)
@@ -262,7 +267,7 @@ class Call:
     def start(self, graph: Graph, options: ProgramOptions, *, finish: bool = True) -> Running:
         """Start a program; it ends with this call at the latest."""
         server = self.server
-        watch = server.metrics.watch()
+        watch = server.metrics.watch(graph)
         program = self._stack.enter_context(Running(server.engine, options, server.config.stream_backlog, watch.see))
         self._register(program)
         if self.is_large and finish:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, NamedTuple, TypeAlias
 
@@ -59,6 +59,7 @@ from sgl.lang.graph import (
 )
 from sgl.runtime.rendering import ModelRenderer
 from sgl.server.call import Call, Server
+from sgl.server.openai.logprobs import check_logprobs, most_logprobs
 from sgl.server.openai.prompts import ChatPrompt
 from sgl.server.openai.sampling import constraint_in, in_words, sampling_of
 from sgl.server.openai.types import ChatRequest
@@ -135,6 +136,25 @@ async def _planned(call: Call, body: ChatRequest, name: str, places: Sequence[st
     server.check_model(body.model)
     server.check_generates()
     call.name(body.rid)
+    draft = await call.apart(_drafted, call, body, name, places)
+    plan = draft.plan
+    nodes = await _settled(server, draft.prompt, plan.options, plan.sampling)
+    gen = msgspec.structs.replace(draft.gen, id=len(nodes))
+    samples = [gen] if plan.sampling.n == 1 else lower_samples(gen, range(1, plan.sampling.n + 1))
+    opening = await _opening(server, plan.options, draft.prompt) if plan.reasoning is not None else ""
+    return replace(plan, graph=Graph(nodes=(*nodes, *samples)), opening=opening)
+
+
+class _Draft(NamedTuple):
+    """What a request's body says by itself: the nodes of its prompt, its generation, and a plan without a graph."""
+
+    prompt: Sequence[Node]
+    gen: Gen
+    plan: Plan
+
+
+def _drafted(call: Call, body: ChatRequest, name: str, places: Sequence[str]) -> _Draft:
+    server = call.server
     fmt = tool_format(server.config.tool_call_parser or server.formats.get("tool") or "hermes")
     reasoning = reasoning_of(server)
     tools = tools_of(body.tools or ())
@@ -142,9 +162,17 @@ async def _planned(call: Call, body: ChatRequest, name: str, places: Sequence[st
     choice = choice_of(wanted, callable_tools)
     parallel = body.parallel_tool_calls is not False
     sampling = sampling_of(call, body)
+    check_logprobs(most_logprobs(sampling, 0, server.context_len))
     told = tools if choice.mode != "none" else ()
     prompt = ChatPrompt(fmt, fmt.tool_prompt(told).system if told else "")
     _write(prompt, body, places)
+    gen = Gen(
+        id=0,
+        name="answer",
+        sampling=sampling,
+        constraint=_constraint(body, fmt, callable_tools, choice, parallel),
+        reasoning=reasoning.name if reasoning is not None else None,
+    )
     options = ProgramOptions(
         name=name,
         stream=body.stream,
@@ -154,27 +182,17 @@ async def _planned(call: Call, body: ChatRequest, name: str, places: Sequence[st
         cache_salt=call.salt(body.cache_salt),
         chat_template_kwargs=_template_kwargs(body),
     )
-    nodes = await _settled(server, prompt.nodes, options, sampling)
-    gen = Gen(
-        id=len(nodes),
-        name="answer",
-        sampling=sampling,
-        constraint=_constraint(body, fmt, callable_tools, choice, parallel),
-        reasoning=reasoning.name if reasoning is not None else None,
-    )
-    samples = [gen] if sampling.n == 1 else lower_samples(gen, range(1, sampling.n + 1))
-    shown = reasoning if body.separate_reasoning and body.include_reasoning is not False else None
-    return Plan(
-        graph=Graph(nodes=(*nodes, *samples)),
+    plan = Plan(
+        graph=Graph(nodes=()),
         options=options,
         sampling=sampling,
         tools=callable_tools if told else (),
         tool_format=fmt,
-        reasoning=shown,
+        reasoning=reasoning if body.separate_reasoning and body.include_reasoning is not False else None,
         one_call=not parallel,
-        opening=await _opening(server, options, prompt.nodes) if shown is not None else "",
         is_call=choice.mode == "required",
     )
+    return _Draft(prompt.nodes, gen, plan)
 
 
 def start(call: Call, plan: Plan) -> Running:

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import base64
 import struct
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
 from sgl.errors import InvalidParameter
+from sgl.server.bodies import check_count, check_expanded
 from sgl.server.call import Call
 from sgl.server.openai.usage import usage_of
 from sgl.server.routes import Routes
@@ -55,13 +56,21 @@ class RerankRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     truncate: bool = False
 
 
+class Inputs(NamedTuple):
+    """Texts, or lists of token ids; `is_single` where neither stood in a list."""
+
+    texts: list[str] | None
+    ids: list[list[int]] | None
+    is_single: bool
+
+
 @routes.post("/v1/embeddings", "user", EmbeddingsRequest)
 async def embeddings(call: Call, body: EmbeddingsRequest) -> Any:
     """Embeddings of texts."""
     call.server.check_model(body.model)
-    texts, ids = await call.apart(_inputs, body.input)
-    outputs = await call.compute(call.server.engine.async_encode(texts, input_ids=ids, truncate=body.truncate))
-    vectors = [shortened(output["embedding"], body.dimensions) for output in outputs]
+    inputs = await call.apart(inputs_of, "input", body.input)
+    outputs = await embedded(call, inputs, truncate=body.truncate)
+    vectors = await call.apart(vectors_of, outputs, body.dimensions)
     return {
         "object": "list",
         "model": call.server.model,
@@ -69,35 +78,58 @@ async def embeddings(call: Call, body: EmbeddingsRequest) -> Any:
             {"object": "embedding", "index": index, "embedding": _shown(vector, body.encoding_format)}
             for index, vector in enumerate(vectors)
         ],
-        "usage": usage_of(prompt=_tokens(outputs), cached=0, completion=0),
+        "usage": usage_of(prompt=num_tokens(outputs), cached=0, completion=0),
     }
 
 
 @routes.post("/encode", "user", EncodeRequest)
 async def encode(call: Call, body: EncodeRequest) -> Any:
     """Embeddings in SGLang's shape (see `sgl.Engine.encode`)."""
-    call.server.check_model(body.model)
-    call.name(body.rid)
-    return await call.compute(
-        call.server.engine.async_encode(body.text, input_ids=body.input_ids, truncate=body.truncate)
-    )
+    inputs = await _asked(call, body)
+    outputs = await embedded(call, inputs, truncate=body.truncate)
+    return outputs[0] if inputs.is_single else outputs
 
 
 @routes.post("/classify", "user", EncodeRequest)
 async def classify(call: Call, body: EncodeRequest) -> Any:
     """Labels of texts with their shares (see `sgl.Engine.classify`)."""
+    inputs = await _asked(call, body)
+    outputs = await call.compute(
+        call.server.engine.async_classify(inputs.texts, input_ids=inputs.ids, truncate=body.truncate)
+    )
+    return outputs[0] if inputs.is_single else outputs
+
+
+async def _asked(call: Call, body: EncodeRequest) -> Inputs:
     call.server.check_model(body.model)
     call.name(body.rid)
-    return await call.compute(
-        call.server.engine.async_classify(body.text, input_ids=body.input_ids, truncate=body.truncate)
+    if (body.text is None) == (body.input_ids is None):
+        raise InvalidParameter("pass exactly one of text and input_ids", param="text")
+    if body.text is not None:
+        return inputs_of("text", body.text)
+    return await call.apart(inputs_of, "input_ids", body.input_ids or [])
+
+
+async def embedded(call: Call, inputs: Inputs, *, truncate: bool) -> list[dict[str, Any]]:
+    """The embedding of each input, as `sgl.Engine.encode` gives it."""
+    outputs: list[dict[str, Any]] = await call.compute(
+        call.server.engine.async_encode(inputs.texts, input_ids=inputs.ids, truncate=truncate)
     )
+    call.weigh(sum(len(output["embedding"]) for output in outputs))
+    return outputs
+
+
+def vectors_of(outputs: list[dict[str, Any]], dimensions: int | None) -> list[list[float]]:
+    """The embeddings, or their first dimensions."""
+    return [shortened(output["embedding"], dimensions) for output in outputs]
 
 
 @routes.post("/v1/rerank", "user", RerankRequest)
 async def rerank(call: Call, body: RerankRequest) -> Any:
     """Documents by their score with a query, best first."""
     call.server.check_model(body.model)
-    _check_count("documents", len(body.documents))
+    check_count("documents", len(body.documents), MAX_INPUTS)
+    check_expanded("documents", len(body.documents) * len(body.query) + sum(map(len, body.documents)))
     ranked = await call.compute(
         call.server.engine.async_rerank(body.query, body.documents, top_n=body.top_n, truncate=body.truncate)
     )
@@ -110,36 +142,32 @@ async def rerank(call: Call, body: RerankRequest) -> Any:
         }
         for each in ranked
     ]
-    usage = usage_of(prompt=_tokens(ranked), cached=0, completion=0)
+    usage = usage_of(prompt=num_tokens(ranked), cached=0, completion=0)
     return {"object": "rerank", "model": call.server.model, "results": results, "usage": usage}
 
 
-def _inputs(given: str | list[Any]) -> tuple[list[str] | None, list[list[int]] | None]:
-    """Texts or lists of token ids.
+def inputs_of(name: str, given: str | list[Any]) -> Inputs:
+    """What the field `name` has: a text, a list of texts, token ids, or a list of these.
 
     Raises:
-        InvalidParameter: a mixture.
+        InvalidParameter: a mixture, or too many.
     """
     if isinstance(given, str):
-        return [given], None
-    if given and all(isinstance(each, str) for each in given):
-        _check_count("input", len(given))
-        return given, None
-    rows = given if given and all(isinstance(each, list) for each in given) else [given]
-    _check_count("input", len(rows))
+        return Inputs([given], None, is_single=True)
+    is_flat = not given or not isinstance(given[0], (str, list))
+    rows = [given] if is_flat else given
+    check_count(name, len(rows) if given else 0, MAX_INPUTS)
+    texts = [row for row in rows if isinstance(row, str)]
+    if len(texts) == len(rows):
+        return Inputs(texts, None, is_single=False)
     for row in rows:
-        if not row or any(isinstance(each, bool) or not isinstance(each, int) for each in row):
+        if not isinstance(row, list) or not row or not all(type(each) is int for each in row):
             raise InvalidParameter(
-                "input is none of a text, a list of texts, token ids, a list of these",
+                f"{name} is none of a text, a list of texts, token ids, a list of these",
                 hint="give one kind, and nothing empty",
-                param="input",
+                param=name,
             )
-    return None, rows
-
-
-def _check_count(name: str, num: int) -> None:
-    if not 1 <= num <= MAX_INPUTS:
-        raise InvalidParameter(f"{name} has {num} entries; expected 1 to {MAX_INPUTS}", param=name)
+    return Inputs(None, rows, is_single=is_flat)
 
 
 def shortened(vector: list[float], dimensions: int | None) -> list[float]:
@@ -159,5 +187,6 @@ def _shown(vector: list[float], encoding: str) -> list[float] | str:
     return base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode()
 
 
-def _tokens(outputs: list[dict[str, Any]]) -> int:
+def num_tokens(outputs: list[dict[str, Any]]) -> int:
+    """Tokens of the inputs."""
     return sum(int(output["meta_info"]["prompt_tokens"]) for output in outputs)

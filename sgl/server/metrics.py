@@ -18,7 +18,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from sgl.lang.graph import DeltaEvent, DoneEvent, Event, FailedEvent, ValueEvent
+from sgl.lang.graph import DeltaEvent, DoneEvent, Event, FailedEvent, Gen, Graph, ValueEvent
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -68,10 +68,13 @@ class Metrics:
         self._requests = Counter(
             "sgl:http_requests", "Answers by path and status.", ("path", "status"), registry=self.registry
         )
-        self._aborted = Counter(
-            "sglang:num_aborted_requests", "Programs that failed or were cancelled.", ("model_name",),
+        self._started = self._counter("sglang:num_requests", "Programs started.")
+        self._constrained = self._counter("sglang:num_so_requests", "Programs started that have a constraint.")
+        self._aborted = self._counter("sglang:num_aborted_requests", "Programs that failed or were cancelled.")
+        self._ended = Counter(
+            "vllm:request_success", "Generations that ended, by why.", ("model_name", "finished_reason"),
             registry=self.registry,
-        ).labels(model)  # fmt: skip
+        )  # fmt: skip
 
     def _histograms(self, name: str, text: str, buckets: tuple[float, ...]) -> list[Histogram]:
         return [
@@ -81,13 +84,23 @@ class Metrics:
             for prefix in ("vllm", "sglang")
         ]
 
+    def _counter(self, name: str, text: str) -> Counter:
+        return Counter(name, text, ("model_name",), registry=self.registry).labels(self._model)
+
     def answered(self, path: str, status: int) -> None:
         """A request was answered; `path` is that of its route."""
         self._requests.labels(path, str(status)).inc()
 
-    def watch(self) -> Watch:
-        """Observes a program that starts now."""
+    def watch(self, graph: Graph) -> Watch:
+        """Observes a program that starts now, with this graph or first fragment."""
+        self._started.inc()
+        if any(isinstance(node, Gen) and node.constraint is not None for node in graph.nodes):
+            self._constrained.inc()
         return Watch(self)
+
+    def ended(self, reason: str) -> None:
+        """A generation ended."""
+        self._ended.labels(self._model, reason).inc()
 
     def text(self, stats: Mapping[str, Any]) -> bytes:
         """All of it in Prometheus' text format, with the engine's counters."""
@@ -116,6 +129,8 @@ class Watch:
                     _observe(self._metrics._between, (now - self._last) / num, num)
                 self._last = now
             case ValueEvent():
+                if not event.choices:
+                    self._metrics.ended(event.finish)
                 if event.first_s:
                     since_s = now - self._start - (event.latency_s - event.first_s)
                     self._first_s = since_s if self._first_s is None else min(self._first_s, since_s)

@@ -20,9 +20,10 @@ from sgl.lang.graph import DeltaEvent, Gen, ProgramOptions, ValueEvent, sampling
 from sgl.runtime import offline
 from sgl.runtime.offline import Output, generate_options, make_calls
 from sgl.runtime.rendering import ModelRenderer
+from sgl.server.bodies import check_count
 from sgl.server.call import Call, Place
 from sgl.server.config import effective
-from sgl.server.openai.logprobs import token_text
+from sgl.server.openai.logprobs import check_logprobs, most_logprobs, num_logprobs, token_text
 from sgl.server.routes import Routes
 from sgl.server.running import Running, merged
 
@@ -30,6 +31,8 @@ routes = Routes()
 
 MAX_PROMPTS = 1024
 """Prompts of one request: each is a program."""
+MAX_TEXTS = 2**14
+"""Texts of one `/tokenize`, lists of one `/detokenize`: some 0.3 s of work on a thread."""
 
 
 class GenerateRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -70,7 +73,11 @@ _REFUSED = {
 
 
 class TokenizeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """`POST /tokenize`: a text or a list of them (`text` and `prompt` are the same)."""
+    """`POST /tokenize`: a text or a list of them (`text` and `prompt` are the same).
+
+    Attributes:
+        add_special_tokens: begin as a prompt of plain text does, with BOS where the model has one there.
+    """
 
     text: str | list[str] | None = None
     prompt: str | list[str] | None = None
@@ -130,6 +137,8 @@ async def generate(call: Call, body: GenerateRequest) -> Any:
         raise InvalidParameter(
             f"{len(calls)} prompts in one request; at most {MAX_PROMPTS} are allowed", hint="send several", param="text"
         )
+    context_len = call.server.context_len
+    check_logprobs(sum(most_logprobs(each.sampling, len(each.prompt), context_len) for each in calls))
     options = msgspec.structs.replace(
         generate_options(stream=body.stream, cache_salt=call.salt(body.cache_salt)), priority=body.priority or 0
     )
@@ -152,6 +161,7 @@ class _Batch:
         rid: str | None,
         renderer: ModelRenderer | None,
     ) -> None:
+        self._call = call
         self._calls = calls
         self._single = single
         self._rid = rid
@@ -172,9 +182,15 @@ class _Batch:
 
     async def whole(self) -> Any:
         """All outputs; the one output of a single prompt."""
+        num = 0
         async for index, event in merged(self._programs):
             if isinstance(event, ValueEvent):
                 self._samples[index][event.node].value = event
+                num += num_logprobs(event)
+        self._call.weigh(num)
+        return await self._call.apart(self._outputs)
+
+    def _outputs(self) -> Any:
         outputs = [self._output(index, node) for index, own in enumerate(self._samples) for node in own]
         return outputs[0] if self._single else outputs
 
@@ -225,12 +241,18 @@ async def tokenize(call: Call, body: TokenizeRequest) -> Any:
     texts = body.text if body.text is not None else body.prompt
     if texts is None or (body.text is not None and body.prompt is not None):
         raise InvalidParameter("give one of text and prompt", param="text")
-    renderer = await call.server.renderer()
-    if isinstance(texts, str):
-        ids = await asyncio.to_thread(renderer.tokenizer.encode, texts)
-        return {"tokens": ids, "count": len(ids), "max_model_len": call.server.context_len}
-    many = await asyncio.to_thread(lambda: [renderer.tokenizer.encode(text) for text in texts])
-    return {"tokens": many, "count": [len(ids) for ids in many], "max_model_len": call.server.context_len}
+    many = [texts] if isinstance(texts, str) else texts
+    check_count("text" if body.prompt is None else "prompt", len(many), MAX_TEXTS)
+    tokenizer = (await call.server.renderer()).tokenizer
+    first = [tokenizer.bos_id] if body.add_special_tokens and tokenizer.add_bos else []
+    ids = await asyncio.to_thread(lambda: [[*first, *tokenizer.encode(text)] for text in many])
+    count = [len(each) for each in ids]
+    is_single = isinstance(texts, str)
+    return {
+        "tokens": ids[0] if is_single else ids,
+        "count": count[0] if is_single else count,
+        "max_model_len": call.server.context_len,
+    }
 
 
 @routes.post("/detokenize", "user", DetokenizeRequest)
@@ -240,6 +262,7 @@ async def detokenize(call: Call, body: DetokenizeRequest) -> Any:
     tokenizer = (await call.server.renderer()).tokenizer
     single = not any(isinstance(each, list) for each in body.tokens)
     rows = [body.tokens] if single else body.tokens
+    check_count("tokens", len(rows), MAX_TEXTS)
 
     def decoded() -> list[str]:
         for ids in rows:

@@ -22,7 +22,7 @@ from sgl.errors import InvalidParameter, SglError, Unsupported
 from sgl.lang.graph import Event, Graph, LiteralText, Text, ValueEvent
 from sgl.server.call import Call, Server
 from sgl.server.dialogue import Answer, Plan, Step, planned, reasoning_of, start, steps
-from sgl.server.embeddings import shortened
+from sgl.server.embeddings import embedded, inputs_of, num_tokens, vectors_of
 from sgl.server.failures import error_message
 from sgl.server.framing import LINES
 from sgl.server.ollama_types import (
@@ -60,6 +60,7 @@ _NO_OPTIONS = {
 """Options that are not served, with the values that ask for nothing."""
 _NOT_HERE = {
     "logprobs": "log-probabilities are given by /v1/chat/completions",
+    "top_logprobs": "log-probabilities are given by /v1/chat/completions",
     "suffix": "nothing is filled in before a text",
     "template": "templates in requests are not taken: they are code",
     "context": "send the conversation to /api/chat",
@@ -303,15 +304,14 @@ def _thinking(server: Server, body: OllamaChatRequest | OllamaGenerateRequest) -
 async def embed(call: Call, body: EmbedRequest) -> Any:
     """Embeddings of texts, in Ollama's shapes."""
     _check_model(call.server, body.model)
-    texts = [body.input] if isinstance(body.input, str) else body.input
     began = time.monotonic_ns()
-    outputs = await call.while_connected(call.server.engine.async_encode(texts, truncate=body.truncate))
+    outputs = await embedded(call, inputs_of("input", body.input), truncate=body.truncate)
     return {
         "model": body.model or call.server.model,
-        "embeddings": [shortened(output["embedding"], body.dimensions) for output in outputs],
+        "embeddings": await call.apart(vectors_of, outputs, body.dimensions),
         "total_duration": time.monotonic_ns() - began,
         "load_duration": 0,
-        "prompt_eval_count": sum(int(output["meta_info"]["prompt_tokens"]) for output in outputs),
+        "prompt_eval_count": num_tokens(outputs),
     }
 
 
@@ -319,7 +319,7 @@ async def embed(call: Call, body: EmbedRequest) -> Any:
 async def embeddings(call: Call, body: EmbeddingsRequest) -> Any:
     """The embedding of a text, in the shape that Ollama had first."""
     _check_model(call.server, body.model)
-    outputs = await call.while_connected(call.server.engine.async_encode([body.prompt], truncate=True))
+    outputs = await embedded(call, inputs_of("prompt", body.prompt), truncate=True)
     return {"embedding": outputs[0]["embedding"]}
 
 

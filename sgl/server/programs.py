@@ -18,6 +18,7 @@ rests, counts.
 from __future__ import annotations
 
 import asyncio
+import re
 from collections import Counter
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -41,7 +42,7 @@ from sgl.lang.graph import (
     Var,
     from_json,
 )
-from sgl.limits import DEFAULT_LIMITS
+from sgl.server.bodies import check_count, check_expanded
 from sgl.server.call import Call
 from sgl.server.routes import Routes
 from sgl.server.running import Running, merged
@@ -53,6 +54,8 @@ MAX_ROWS = 1024
 
 MAX_NODES = 2**18
 """Nodes of all these programs together."""
+
+_NUMBER = re.compile("[0-9]{1,18}")
 
 
 class ProgramRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -126,8 +129,7 @@ def _graphs(body: ProgramRequest) -> tuple[list[Graph], bool]:
         return [from_json(graph)], True
     program = CompiledProgram.from_json(file)
     rows = body.bindings if isinstance(body.bindings, list) else [body.bindings or {}]
-    if not 1 <= len(rows) <= MAX_ROWS:
-        raise InvalidParameter(f"{len(rows)} bindings; expected 1 to {MAX_ROWS}", param="bindings")
+    check_count("bindings", len(rows), MAX_ROWS)
     _check_size(program.graph, rows)
     return [program.bind(**row) for row in rows], not isinstance(body.bindings, list)
 
@@ -146,13 +148,7 @@ def _check_size(graph: Graph, rows: Sequence[Mapping[str, Any]]) -> None:
     size = written * len(rows) + sum(
         uses[name] * len(value) for row in rows for name, value in row.items() if isinstance(value, str)
     )
-    if size > DEFAULT_LIMITS.max_call_tokens:
-        raise InvalidParameter(
-            f"{len(rows)} bindings make texts of {size} characters together, more than the "
-            f"{DEFAULT_LIMITS.max_call_tokens} of a call",
-            hint="send fewer bindings at a time",
-            param="bindings",
-        )
+    check_expanded("bindings", size)
 
 
 def _options(call: Call, body: ProgramRequest) -> ProgramOptions:
@@ -227,11 +223,14 @@ async def add_fragment(call: Call, body: FragmentRequest) -> Any:
     return call.json({"status": "ok"}, 202)
 
 
-@routes.get("/v1/programs/{id}/branches/{branch:int}", "user", goes_on=True)
+@routes.get("/v1/programs/{id}/branches/{branch}", "user", goes_on=True)
 async def read_branch(call: Call) -> Any:
     """The text and token ids of a live branch, after everything submitted so far."""
     session = _opened(call).running.session
-    state = await call.while_connected(asyncio.wrap_future(session.read_state(call.request.path_params["branch"])))
+    branch = call.request.path_params["branch"]
+    if not _NUMBER.fullmatch(branch):
+        raise NotFound(f"there is no branch {branch[:32]!r}", hint="give the number of a branch of the program's graph")
+    state = await call.while_connected(asyncio.wrap_future(session.read_state(int(branch))))
     return call.json(state)
 
 

@@ -127,10 +127,10 @@ async def _handled(server: Server, route: Route, call: Call) -> Response:
         config = server.config
         bodies.check_media_type(call.request.headers)
         raw = await bodies.read_body(call.request, config.max_body_bytes, config.body_timeout)
-        call.is_large = len(raw) >= bodies.LARGE
+        call.weigh(len(raw))
         body, call.warnings = await bodies.decode(raw, route.body, config.lenient)
         result = await route.handler(call, body)
-    response = result if isinstance(result, Response) else call.json(result)
+    response = result if isinstance(result, Response) else await call.apart(call.json, result)
     for warning in call.warnings:
         response.headers.append("X-Warning", warning.encode("ascii", "replace").decode())
     return response

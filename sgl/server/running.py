@@ -20,6 +20,7 @@ from weakref import WeakKeyDictionary, ref
 from sgl.errors import SglError, SlowReader
 from sgl.lang.backend import Backend, Session
 from sgl.lang.graph import DoneEvent, Event, FailedEvent, Graph, ProgramOptions
+from sgl.runtime.failures import internal_error
 
 T = TypeVar("T")
 
@@ -103,6 +104,8 @@ class Running:
                 self._session.submit(graph, finish=True)
             except SglError as error:
                 loop.call_soon_threadsafe(self.fail, error)
+            except Exception as error:  # noqa: BLE001 - nobody else would hear of it, and the reader would wait
+                loop.call_soon_threadsafe(self.fail, internal_error("the program could not be sent", error))
 
         loop.run_in_executor(None, send)
 

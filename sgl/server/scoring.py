@@ -7,8 +7,10 @@ engine, as everywhere.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, Literal, TypeAlias
 
@@ -28,7 +30,9 @@ from sgl.lang.graph import (
     ValueEvent,
 )
 from sgl.limits import DEFAULT_LIMITS
+from sgl.runtime.rendering import ModelRenderer
 from sgl.runtime.text.tokenizer import Tokenizer
+from sgl.server.bodies import check_count, check_expanded
 from sgl.server.call import Call
 from sgl.server.openai.usage import usage_of
 from sgl.server.routes import Routes
@@ -37,6 +41,7 @@ from sgl.server.running import merged
 routes = Routes()
 
 MAX_ITEMS = 1024
+"""Items or questions of one request: each is a program."""
 PROMPT_FORMAT_VERSION = 1
 """Of the wording of `/v1/decisions`: an answer depends on it, so it changes under a new number only."""
 
@@ -108,16 +113,15 @@ async def score(call: Call, body: ScoreRequest) -> Any:
     """The probability of each label after each item."""
     call.server.check_model(body.model)
     items: list[Any] = [body.items] if isinstance(body.items, str) else body.items
-    lengths = sum(len(item) for item in items if isinstance(item, str | list))
-    _check_size("items", len(items), lengths + len(items) * len(body.query))
+    check_count("items", len(items), MAX_ITEMS)
+    size = sum(len(item) for item in items if isinstance(item, str | list)) + len(items) * len(body.query)
+    check_expanded("items", size)
     labels = _labels(body.label_token_ids, len(items))
+    call.weigh(size + sum(map(len, labels)))
     _check_temperature(body.temperature)
     graphs = await call.apart(_score_graphs, body, items, labels)
     values = await call.while_connected(_read(call, graphs, body.cache_salt))
-    found = [_logprobs(value, own) for value, own in zip(values, labels, strict=True)]
-    scores = [
-        softmax(each, body.temperature) if body.apply_softmax else [math.exp(one) for one in each] for each in found
-    ]
+    found, scores = await call.apart(_scores, body, values, labels)
     answer: dict[str, Any] = {
         "object": "scoring",
         "model": call.server.model,
@@ -129,28 +133,46 @@ async def score(call: Call, body: ScoreRequest) -> Any:
     return answer
 
 
+def _scores(
+    body: ScoreRequest, values: Sequence[ValueEvent], labels: Sequence[tuple[int, ...]]
+) -> tuple[list[list[float]], list[list[float]]]:
+    """The log-probability of each label after each item, and what is asked for in its place."""
+    found = [_logprobs(value, own) for value, own in zip(values, labels, strict=True)]
+    if body.apply_softmax:
+        return found, [softmax(each, body.temperature) for each in found]
+    return found, [[math.exp(one) for one in each] for each in found]
+
+
 def _score_graphs(body: ScoreRequest, items: Sequence[Any], labels: Sequence[tuple[int, ...]]) -> list[Graph]:
     """A program for each item."""
-    prompts = [_prompt(body, item, index) for index, item in enumerate(items)]
-    return [Graph(nodes=(_as_node(prompt), _reader(1, own))) for prompt, own in zip(prompts, labels, strict=True)]
+    if not isinstance(body.query, str):
+        _check_ids("query", body.query)
+    prompts = [_prompt(body, item, f"items[{index}]") for index, item in enumerate(items)]
+    return [Graph(nodes=(prompt, _reader(1, own))) for prompt, own in zip(prompts, labels, strict=True)]
 
 
-def _prompt(body: ScoreRequest, item: Any, index: int) -> str | list[int]:
-    query = body.query
+def _prompt(body: ScoreRequest, item: Any, place: str) -> Node:
+    query = [] if body.query == "" and isinstance(item, list) else body.query
     if isinstance(item, str) and isinstance(query, str):
         text = item + query if body.item_first else query + item
-        if not text:
-            raise InvalidParameter(f"query and items[{index}] are both empty", param=f"items[{index}]")
-        return text
-    ids = [] if query == "" else query
-    if isinstance(item, list) and isinstance(ids, list):
-        whole = [*item, *ids] if body.item_first else [*ids, *item]
-        if whole and all(isinstance(each, int) and not isinstance(each, bool) and 0 <= each < 2**31 for each in whole):
-            return whole
-    raise InvalidParameter(
-        f"items[{index}] does not go with query", hint="give texts, or lists of token ids, for both",
-        param=f"items[{index}]",
-    )  # fmt: skip
+        if text:
+            return Text(id=0, segments=(LiteralText(text),))
+    elif isinstance(item, list) and isinstance(query, list):
+        _check_ids(place, item)
+        ids = (*item, *query) if body.item_first else (*query, *item)
+        if ids:
+            return Tokens(id=0, token_ids=ids)
+    else:
+        raise InvalidParameter(
+            f"{place} does not go with query", hint="give texts, or lists of token ids, for both", param=place
+        )
+    raise InvalidParameter(f"query and {place} are both empty", hint="give text, or token ids, in one", param=place)
+
+
+def _check_ids(name: str, ids: list[Any]) -> None:
+    wrong = [each for each in ids if isinstance(each, bool) or not isinstance(each, int) or not 0 <= each < 2**31]
+    if wrong:
+        raise InvalidParameter(f"{name} has {wrong[0]!r}; expected token ids from 0 on", param=name)
 
 
 def _labels(given: list[Any], num: int) -> list[tuple[int, ...]]:
@@ -162,23 +184,17 @@ def _labels(given: list[Any], num: int) -> list[tuple[int, ...]]:
                 hint="give one list for all, or one for each item",
                 param="label_token_ids",
             )
-        rows = given
-    else:
-        rows = [given] * num
-    for row in rows:
-        if len(row) > DEFAULT_LIMITS.max_logprob_ids:
-            raise InvalidParameter(
-                f"{len(row)} labels; at most {DEFAULT_LIMITS.max_logprob_ids} are allowed", param="label_token_ids"
-            )
-        if not row or any(isinstance(each, bool) or not isinstance(each, int) for each in row):
-            raise InvalidParameter("label_token_ids has no token ids", param="label_token_ids")
-    return [tuple(row) for row in rows]
+        return [_label_ids(each) for each in given]
+    return [_label_ids(given)] * num
 
 
-def _as_node(prompt: str | list[int]) -> Node:
-    if isinstance(prompt, str):
-        return Text(id=0, segments=(LiteralText(prompt),))
-    return Tokens(id=0, token_ids=tuple(prompt))
+def _label_ids(given: list[Any]) -> tuple[int, ...]:
+    most = DEFAULT_LIMITS.max_logprob_ids
+    if len(given) > most:
+        raise InvalidParameter(f"{len(given)} labels; at most {most} are allowed", param="label_token_ids")
+    if not given or any(isinstance(each, bool) or not isinstance(each, int) for each in given):
+        raise InvalidParameter("label_token_ids has no token ids", param="label_token_ids")
+    return tuple(given)
 
 
 # --- /v1/decisions --------------------------------------------------------------------------------------------------
@@ -188,12 +204,13 @@ def _as_node(prompt: str | list[int]) -> Node:
 async def decisions(call: Call, body: DecisionsRequest) -> Any:
     """Answer questions about an input with probabilities."""
     call.server.check_model(body.model)
-    shown = body.input if isinstance(body.input, str) else json.dumps(body.input, ensure_ascii=False)
-    _check_size("questions", len(body.questions), len(body.questions) * len(shown))
+    check_count("questions", len(body.questions), MAX_ITEMS)
+    shown = await call.apart(_shown, body.input)
+    check_expanded("questions", len(body.questions) * len(shown))
     _check_questions(body.questions)
     _check_temperature(body.temperature)
-    tokenizer = (await call.server.renderer()).tokenizer
-    asked = [_Asked(question, shown, tokenizer) for question in body.questions]
+    renderer = await call.server.renderer()
+    asked = await asyncio.to_thread(lambda: [_Asked(each, shown, renderer.tokenizer) for each in body.questions])
     values = await call.while_connected(_read(call, [each.graph for each in asked], body.cache_salt))
     answers = {
         each.question.id: each.answer(value, body.temperature) for each, value in zip(asked, values, strict=True)
@@ -206,17 +223,14 @@ async def decisions(call: Call, body: DecisionsRequest) -> Any:
         "usage": _usage(values),
     }
     if body.return_prompt_token_ids:
-        renderer = await call.server.renderer()
-        for each in asked:
-            state = renderer.state()
-            state.begin("user")
-            state.add_text(each.text)
-            state.end()
-            state.begin("assistant")
-            state.flush()
-            answers[each.question.id]["prompt_token_ids"] = list(state.ids)
-            answers[each.question.id]["label_token_ids"] = list(each.labels)
+        prompts = await asyncio.to_thread(lambda: [each.prompt_ids(renderer) for each in asked])
+        for each, ids in zip(asked, prompts, strict=True):
+            answers[each.question.id].update(prompt_token_ids=ids, label_token_ids=list(each.labels))
     return answer
+
+
+def _shown(given: Any) -> str:
+    return given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
 
 
 class _Asked:
@@ -241,6 +255,16 @@ class _Asked:
                 _reader(4, self.labels),
             )
         )
+
+    def prompt_ids(self, renderer: ModelRenderer) -> list[int]:
+        """The prompt's tokens, as the engine has them."""
+        state = renderer.state()
+        state.begin("user")
+        state.add_text(self.text)
+        state.end()
+        state.begin("assistant")
+        state.flush()
+        return state.ids
 
     def answer(self, value: ValueEvent, temperature: float) -> dict[str, Any]:
         """The probabilities of the options, and what follows from them."""
@@ -279,9 +303,9 @@ def _label_token(tokenizer: Tokenizer, label: str) -> int:
 
 
 def _check_questions(questions: Sequence[Question]) -> None:
-    ids = [question.id for question in questions]
+    num_of = Counter(question.id for question in questions)
     for index, question in enumerate(questions):
-        if ids.count(question.id) > 1:
+        if num_of[question.id] > 1:
             raise InvalidParameter(f"two questions have the id {question.id!r}", hint="rename one", param="questions")
         if isinstance(question, YesNoQuestion):
             continue
@@ -297,25 +321,8 @@ def _check_questions(questions: Sequence[Question]) -> None:
 # --- both -----------------------------------------------------------------------------------------------------------
 
 
-def _check_size(what: str, num: int, size: int) -> None:
-    """Before prompts are put together: each holds a copy of what they have in common."""
-    if not 1 <= num <= MAX_ITEMS:
-        raise InvalidParameter(f"{num} {what}; expected 1 to {MAX_ITEMS}", param=what)
-    if size > DEFAULT_LIMITS.max_call_tokens:
-        raise InvalidParameter(
-            f"{num} {what} make prompts of {size} characters or tokens together, more than the "
-            f"{DEFAULT_LIMITS.max_call_tokens} of a call",
-            hint=f"send fewer {what} at a time",
-            param=what,
-        )
-
-
 def _reader(id: int, labels: tuple[int, ...]) -> Gen:
     """A generation that is asked for the log-probabilities of labels, and draws a token for nothing."""
-    if len(labels) > DEFAULT_LIMITS.max_logprob_ids:
-        raise InvalidParameter(
-            f"{len(labels)} labels; at most {DEFAULT_LIMITS.max_logprob_ids} are allowed", param="label_token_ids"
-        )
     unique = tuple(dict.fromkeys(labels))
     sampling = Sampling(
         max_new_tokens=1, temperature=0.0, ignore_eos=True, return_logprob=True, token_ids_logprob=unique
@@ -347,7 +354,8 @@ def softmax(logprobs: Sequence[float], temperature: float = 1.0) -> list[float]:
     """
     highest = max(logprobs)
     weights = [math.exp((each - highest) / temperature) for each in logprobs]
-    return [weight / sum(weights) for weight in weights]
+    total = sum(weights)
+    return [weight / total for weight in weights]
 
 
 def _check_temperature(value: float) -> None:

@@ -23,7 +23,7 @@ from typing import Any
 from uvicorn import Config as UvicornConfig
 from uvicorn import Server as UvicornServer
 
-from sgl.errors import ConfigError
+from sgl.errors import ConfigError, Draining
 from sgl.runtime.engine import Engine
 from sgl.server.app import create_app
 from sgl.server.call import Server
@@ -34,6 +34,7 @@ log = logging.getLogger("sgl.server")
 
 _WATCH_S = 0.5
 """Between two looks at the worker."""
+_CUT = Draining("the server ended before this request did", hint="send it to another one, or raise --drain")
 
 
 def serve(config: ServerConfig, engine_fields: Mapping[str, Any], say: Callable[[str], None]) -> int:
@@ -157,7 +158,7 @@ async def _run(server: Server, listener: socket.socket | None, say: Callable[[st
         stop.set()
         if signals > 1:
             web.force_exit = True
-            server.abort_all()
+            server.abort_all(_CUT)
 
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:  # `nohup` ignores SIGHUP for us
@@ -176,7 +177,7 @@ async def _run(server: Server, listener: socket.socket | None, say: Callable[[st
             say(f"sgl ends: {server.num_running} requests may take {server.config.drain:g} s more")
         await _drain(server, lambda: signals > 1 or died.done())
         web.should_exit = True
-        server.abort_all()
+        server.abort_all(_CUT)
         try:
             await asyncio.wait_for(asyncio.shield(serving), 5.0)
         except TimeoutError:

@@ -281,3 +281,18 @@ def test_the_first_token_is_timed_apart_from_the_last(dummy_engine: Engine, stre
         found = sums(http)
         assert found[f"{first}_count"] == found[f"{whole}_count"] == 1
         assert 0 < found[f"{first}_sum"] < found[f"{whole}_sum"] / 2
+
+
+def test_programs_are_counted_by_what_becomes_of_them(dummy_engine: Engine) -> None:
+    with serving(dummy_engine) as served, httpx2.Client(base_url=served.url, timeout=WAIT_S) as http:
+        asked = {"prompt": "Hi", "max_tokens": 3, "ignore_eos": True}
+        assert http.post("/v1/completions", json={**asked, "n": 2}).is_success
+        assert http.post("/v1/completions", json={**asked, "regex": "[ab]{2}"}).is_success
+        text = http.get("/metrics").text
+    for name, labels, value in (
+        ("sglang:num_requests_total", "", 2),
+        ("sglang:num_so_requests_total", "", 1),
+        ("vllm:request_success_total", 'finished_reason="length",', 2),
+        ("vllm:request_success_total", 'finished_reason="stop",', 1),
+    ):
+        assert f'{name}{{{labels}model_name="dummy"}} {value}.0' in text, name

@@ -138,6 +138,7 @@ def test_errors_are_the_clients_own(client: ollama.Client) -> None:
         ({"model": "tiny", "options": {"temperature": -1}}, 400),
         ({"model": "tiny", "options": {"mirostat": 2}}, 400),
         ({"model": "tiny", "think": True}, 400),
+        ({"model": "tiny", "top_logprobs": 2}, 400),
         ({"model": "tiny", "format": "yaml"}, 400),
     ):
         with pytest.raises((ollama.ResponseError, ValueError)) as failure:

@@ -29,7 +29,7 @@ from sgl.server.dialogue import (
     steps,
 )
 from sgl.server.failures import openai_errors
-from sgl.server.openai.logprobs import chat_logprobs
+from sgl.server.openai.logprobs import chat_logprobs, num_logprobs
 from sgl.server.openai.sampling import check_tools
 from sgl.server.openai.types import ChatRequest, StreamOptions
 from sgl.server.openai.usage import RunningUsage, finish_reason, usage_body
@@ -53,15 +53,20 @@ async def chat_completions(call: Call, body: ChatRequest) -> Any:
             running = RunningUsage(await count_tokens(call.server, plan))
         return call.stream(_chunks(head, plan, events, renderer, usage=wanted.include_usage, running=running))
     found = await call.while_connected(answers(plan, events))
+    call.weigh(sum(num_logprobs(answer.value) for answer in found if answer.value is not None))
+    return await call.apart(_whole, head, found, renderer)
+
+
+# --- whole answers --------------------------------------------------------------------------------------------------
+
+
+def _whole(head: dict[str, Any], found: Sequence[Answer], renderer: ModelRenderer | None) -> dict[str, Any]:
     return {
         **head,
         "object": "chat.completion",
         "choices": [_choice(index, answer, renderer) for index, answer in enumerate(found)],
         "usage": usage_body([answer.value for answer in found if answer.value is not None]),
     }
-
-
-# --- whole answers --------------------------------------------------------------------------------------------------
 
 
 def _choice(index: int, answer: Answer, renderer: ModelRenderer | None) -> dict[str, Any]:

@@ -31,7 +31,7 @@ from sgl.limits import DEFAULT_LIMITS
 from sgl.runtime.rendering import ModelRenderer
 from sgl.server.call import Call, Server, new_id
 from sgl.server.failures import openai_errors
-from sgl.server.openai.logprobs import Offsets, text_logprobs
+from sgl.server.openai.logprobs import Offsets, check_logprobs, most_logprobs, num_logprobs, text_logprobs
 from sgl.server.openai.sampling import constraint_in, sampling_of
 from sgl.server.openai.types import CompletionRequest, StreamOptions
 from sgl.server.openai.usage import RunningUsage, finish_reason, usage_of
@@ -75,8 +75,10 @@ async def completions(call: Call, body: CompletionRequest) -> Any:
             hint="send several requests",
             param="prompt",
         )
+    context_len = call.server.context_len
+    check_logprobs(sum(most_logprobs(sampling, len(prompt), context_len) for prompt in prompts))
     renderer = await call.server.renderer() if body.echo or sampling.return_logprob else None
-    constraint = constraint_in(body)
+    constraint = await call.apart(constraint_in, body)
     options = ProgramOptions(
         name="completion",
         stream=body.stream,
@@ -98,7 +100,8 @@ async def completions(call: Call, body: CompletionRequest) -> Any:
         return call.stream(
             _chunks(call.server, programs, samples, renderer, wanted.include_usage, running, not options.stream)
         )
-    return await call.while_connected(_whole(call.server, programs, samples, sampling, renderer))
+    call.weigh(await call.while_connected(_filled(programs, samples)))
+    return await call.apart(_whole, call.server, samples, renderer if sampling.return_logprob else None)
 
 
 def prompts_of(given: Any) -> list[str | tuple[int, ...]]:
@@ -162,18 +165,19 @@ def _samples(
     return found
 
 
-async def _whole(
-    server: Server,
-    programs: Sequence[Running],
-    samples: Sequence[dict[int, Sample]],
-    sampling: Sampling,
-    renderer: ModelRenderer | None,
-) -> dict[str, Any]:
+async def _filled(programs: Sequence[Running], samples: Sequence[dict[int, Sample]]) -> int:
+    """Wait for all values; how many log-probabilities they have."""
+    num = 0
     async for index, event in merged(programs):
         if isinstance(event, ValueEvent):
             samples[index][event.node].value = event
+            num += num_logprobs(event)
+    return num
+
+
+def _whole(server: Server, samples: Sequence[dict[int, Sample]], renderer: ModelRenderer | None) -> dict[str, Any]:
     choices = [
-        _choice(sample, sample.value, renderer if sampling.return_logprob else None)
+        _choice(sample, sample.value, renderer)
         for own in samples
         for sample in own.values()
         if sample.value is not None
@@ -274,7 +278,9 @@ async def _chunks(
                 ending = {"finish_reason": finish_reason(event)}
                 if event.matched is not None:
                     ending["matched_stop"] = str(event.matched)
-                logprobs = _logprobs(sample, event, renderer) if renderer is not None and is_whole else None
+                logprobs = None
+                if renderer is not None and is_whole:  # those of the prompt, too: there are many
+                    logprobs = await asyncio.to_thread(_logprobs, sample, event, renderer)
                 yield chunk(sample, event.value[sample.length :], logprobs, **ending)
             case _:
                 pass

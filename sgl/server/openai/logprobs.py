@@ -1,6 +1,7 @@
 """Log-probabilities in the two shapes of OpenAI's API.
 
-Owns the texts of tokens: a token that is part of a character is shown as its bytes, `bytes:\\xNN`, as OpenAI does.
+Owns the texts of tokens (a token that is part of a character is shown as its bytes, `bytes:\\xNN`, as OpenAI does), and
+the bound on how many there are in an answer, which is in memory as a whole.
 """
 
 from __future__ import annotations
@@ -9,11 +10,46 @@ import codecs
 from collections.abc import Sequence
 from typing import Any
 
-from sgl.lang.graph import TokenLogprob
+from sgl.errors import InvalidParameter
+from sgl.lang.graph import Sampling, TokenLogprob, ValueEvent
 from sgl.runtime.rendering import ModelRenderer
 
+MAX_LOGPROBS = 2**22
+"""Log-probabilities of one request, alternatives included: each is some 300 bytes here until the answer is written."""
 _LOWEST = -9999.0
 """For a token of probability zero: JSON has no infinity."""
+
+
+def most_logprobs(sampling: Sampling, prompt_len: int, context_len: int) -> int:
+    """How many log-probabilities the samples of one prompt may have, which is at most `prompt_len` tokens long.
+
+    Example:
+        >>> most_logprobs(Sampling(max_new_tokens=10, return_logprob=True, top_logprobs_num=4, n=2), 1000, 2048)
+        100
+        >>> most_logprobs(Sampling(max_new_tokens=10, return_logprob=True, logprob_start_len=0), 1000, 500)
+        500
+    """
+    if not sampling.return_logprob:
+        return 0
+    num_tokens = sampling.max_new_tokens + (prompt_len if sampling.logprob_start_len >= 0 else 0)
+    return sampling.n * min(num_tokens, context_len) * (1 + sampling.top_logprobs_num + len(sampling.token_ids_logprob))
+
+
+def check_logprobs(num: int) -> None:
+    """Raise `InvalidParameter` where a request may have more than `MAX_LOGPROBS`."""
+    if num > MAX_LOGPROBS:
+        raise InvalidParameter(
+            f"the request asks for up to {num} log-probabilities; at most {MAX_LOGPROBS} are given at a time",
+            hint="lower max_tokens, n or the number of logprobs, or send fewer prompts at a time",
+            param="logprobs",
+        )
+
+
+def num_logprobs(value: ValueEvent) -> int:
+    """How many a value has, alternatives included."""
+    entries = value.logprobs or value.prompt_logprobs
+    width = 1 + len(entries[-1].top) + len(entries[-1].given) if entries else 0
+    return width * (len(value.logprobs) + len(value.prompt_logprobs))
 
 
 def token_text(renderer: ModelRenderer, token_id: int) -> tuple[str, list[int]]:
@@ -25,13 +61,26 @@ def token_text(renderer: ModelRenderer, token_id: int) -> tuple[str, list[int]]:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data), list(data)
 
 
+class _Texts(dict[int, tuple[str, list[int]]]):
+    """`token_text` of the tokens of an answer, each made once: alternatives come again and again."""
+
+    def __init__(self, renderer: ModelRenderer) -> None:
+        super().__init__()
+        self._renderer = renderer
+
+    def __missing__(self, token_id: int) -> tuple[str, list[int]]:
+        found = self[token_id] = token_text(self._renderer, token_id)
+        return found
+
+
 def chat_logprobs(entries: Sequence[TokenLogprob], renderer: ModelRenderer) -> dict[str, Any]:
     """`choices[].logprobs` of a chat."""
+    texts = _Texts(renderer)
     return {
         "content": [
             {
-                **_entry(renderer, each.token_id, each.logprob),
-                "top_logprobs": [_entry(renderer, *top) for top in each.top],
+                **_entry(texts, each.token_id, each.logprob),
+                "top_logprobs": [_entry(texts, *top) for top in each.top],
             }
             for each in entries
         ],
@@ -39,8 +88,8 @@ def chat_logprobs(entries: Sequence[TokenLogprob], renderer: ModelRenderer) -> d
     }
 
 
-def _entry(renderer: ModelRenderer, token_id: int, logprob: float | None) -> dict[str, Any]:
-    text, data = token_text(renderer, token_id)
+def _entry(texts: _Texts, token_id: int, logprob: float | None) -> dict[str, Any]:
+    text, data = texts[token_id]
     return {"token": text, "logprob": _finite(logprob), "bytes": data}
 
 
@@ -66,16 +115,15 @@ class Offsets:
 
 def text_logprobs(entries: Sequence[TokenLogprob], renderer: ModelRenderer, places: Offsets) -> dict[str, Any]:
     """`choices[].logprobs` of a text completion; `places` go on from one call to the next."""
+    texts = _Texts(renderer)
     tokens, offsets, logprobs, tops = [], [], [], []
     for each in entries:
-        text, data = token_text(renderer, each.token_id)
+        text, data = texts[each.token_id]
         tokens.append(text)
         offsets.append(places.of(bytes(data)))
         logprobs.append(None if each.logprob is None else _finite(each.logprob))
         tops.append(
-            None
-            if each.logprob is None
-            else {token_text(renderer, token_id)[0]: _finite(logprob) for token_id, logprob in each.top}
+            None if each.logprob is None else {texts[token_id][0]: _finite(logprob) for token_id, logprob in each.top}
         )
     return {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": tops, "text_offset": offsets}
 

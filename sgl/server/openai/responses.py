@@ -42,12 +42,13 @@ async def create(call: Call, body: ResponseRequest) -> Any:
     store = _store(call.server, body)
     earlier: list[Object] = []
     if body.previous_response_id is not None:
-        earlier = _needed(call.server, "previous_response_id").find(
-            call.tenant, body.previous_response_id, "previous_response_id"
-        ).items  # fmt: skip
+        kept = _needed(call.server, "previous_response_id")
+        previous = kept.find(call.tenant, body.previous_response_id, "previous_response_id")
+        earlier = previous.items
+        call.weigh(previous.num_bytes)
     conversation = [*earlier, *items]
     check_turns("input", conversation)
-    chat = chat_request(call, body, conversation, len(earlier))
+    chat = await call.apart(chat_request, call, body, conversation, len(earlier))
     plan = await planned(call, chat.request, name="response", places=chat.places, words=_WORDS)
     logprobs = _shower(await call.server.renderer()) if plan.sampling.return_logprob else None
     writer = ResponseWriter(_response(call, body, plan, is_kept=store is not None), logprobs)
