@@ -252,6 +252,10 @@ class Graph(msgspec.Struct, frozen=True, kw_only=True):
     handles: tuple[StateHandle, ...] = ()
 
 
+LATEST_S = 2.0**37
+"""The latest time that a program may say it is: in the year 6325. Calendars end in 9999."""
+
+
 class ProgramOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What holds for a whole program, given when it is opened.
 
@@ -266,7 +270,7 @@ class ProgramOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         cache_salt: computed prefixes are shared with programs of the same salt only, for example one per tenant.
         num_api_spec_tokens: API backends let a generation run on for so many tokens past its end, and match the surplus
             against the program (see `sgl.lang.api.speculation`). Others have no use for it.
-        now: seconds since the epoch, the time that chat templates see; the clock's without it.
+        now: seconds since the epoch (at most `LATEST_S`), the time that chat templates see; the clock's without it.
         chat_template_kwargs: further variables of the chat template, such as `enable_thinking`; JSON values. Templates
             pass over those that they do not know. What is written into the prompt of them is plain text.
     """
@@ -290,7 +294,7 @@ class ProgramOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         if self.lease_s is not None:
             check_number("lease_s", self.lease_s, low=0.0, open_low=True)
         if self.now is not None:
-            check_number("now", self.now, low=0.0)
+            check_number("now", self.now, low=0.0, high=LATEST_S)
         check_template_kwargs(self.chat_template_kwargs)
 
 

@@ -34,7 +34,7 @@ from sgl.runtime.alarms import Alarms
 from sgl.runtime.branch import Reply
 from sgl.runtime.cache_control import CacheControl, busy
 from sgl.runtime.config import ResolvedConfig
-from sgl.runtime.failures import internal_error
+from sgl.runtime.failures import internal_error, typed
 from sgl.runtime.faults import FaultPoints
 from sgl.runtime.masks import MaskFiller
 from sgl.runtime.plan import Move, Pending, StepPlan, StepResult
@@ -171,10 +171,15 @@ class EngineCore:
     # --- programs ---
 
     def open(self, program: int, options: ProgramOptions) -> None:
-        """Start a program."""
+        """Start a program. One that cannot be started fails, as one that cannot go on does."""
         if program in self._programs:
             raise InternalError(f"program {program} is open already")
-        run = self._programs[program] = ProgramRun(program, options, self)
+        try:
+            run = self._programs[program] = ProgramRun(program, options, self)
+        except Exception as error:  # noqa: BLE001 - a bug in one program must not end the others
+            failure = typed(f"program {options.name!r} cannot be started", error)
+            self._emit(program, FailedEvent(error=failure.to_info()))
+            return
         self.expect_end(run)
         self.stats.programs += 1
 

@@ -23,6 +23,7 @@ from sgl.lang.graph import (
     Text,
     ValueEvent,
 )
+from sgl.runtime import program_run
 from sgl.runtime.faults import parse_faults
 
 VICTIM = 2
@@ -94,6 +95,22 @@ def test_a_program_that_is_hit_fails_alone(
     submit(rig, VICTIM)  # the fault was for once: the same program runs now
     rig.run()
     assert outcome(rig, VICTIM)[-3:] == undisturbed[VICTIM]
+    nothing_is_left(rig)
+
+
+def test_a_program_that_cannot_be_started_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(now: float | None) -> dict[str, object]:
+        raise OverflowError("timestamp out of range")
+
+    rig = Rig()
+    with monkeypatch.context() as patched:
+        patched.setattr(program_run, "template_clock", broken)
+        submit(rig, VICTIM)
+    error = failure(rig, VICTIM)
+    assert (error.code, "OverflowError" in error.message) == ("internal_error", True)
+    submit(rig, 1)
+    rig.run()
+    assert outcome(rig, 1)
     nothing_is_left(rig)
 
 

@@ -145,7 +145,7 @@ VALID: dict[str, list[Any]] = {
         {"graph": {"protocol": 1, "nodes": [_TEXT, {"type": "fork", "id": 1, "children": [1, 2]},
                                             {**_GEN, "id": 2, "branch": 1}]}},
         {"program": _PROGRAM, "bindings": {"a": "Hi"}},
-        {"program": _PROGRAM, "bindings": [{"a": "Hi"}, {"a": "Ho"}], "options": {"lease_s": 1.0}},
+        {"program": _PROGRAM, "bindings": [{"a": "Hi"}, {"a": "Ho"}], "options": {"lease_s": 1.0, "now": 1.0}},
     ],
     "/v1/programs/{id}/fragments": [{"graph": {"protocol": 1, "nodes": [_GEN]}, "finish": True}],
     "/v1/embeddings": [{"input": "a"}],
