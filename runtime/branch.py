@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from sgl.errors import SglError
-from sgl.lang.graph import Node, StateText
+from sgl.lang.graph import Node, Role, StateText, Text
 from sgl.runtime.sequence import Sequence as TokenSequence
 from sgl.runtime.text.tokenizer import Piece
 from sgl.runtime.text.transcript import Transcript
@@ -21,12 +22,23 @@ Reply = Callable[[StateText | None, SglError | None], None]
 SMALL = 4096
 """Characters that are encoded at once, on the core's thread; longer text goes to a job."""
 
+SMALL_TURN = 2**15
+"""The same of what a chat template is shown when a turn begins or ends (see `Transcript.turn_len`)."""
+
 
 class Read:
     """A queued `read_state`: answered when its branch gets there."""
 
     def __init__(self, reply: Reply) -> None:
         self.reply = reply
+
+
+class WholeTurn(NamedTuple):
+    """A turn in a queue: `num_nodes` from its beginning to its end."""
+
+    begin: Role
+    content: str
+    num_nodes: int
 
 
 class Branch:
@@ -59,6 +71,45 @@ class Branch:
     def has_long_unit(self) -> bool:
         """Whether the pending unit is too long to be encoded at once."""
         return text_len(self.transcript.pending_pieces) >= SMALL
+
+    @property
+    def has_long_turn(self) -> bool:
+        """Whether the conversation is too long for its template to be run at once."""
+        return self.transcript.turn_len >= SMALL_TURN
+
+    def turn(self, node: Role) -> tuple[()]:
+        """Begin or end a turn (may run as a job)."""
+        if node.begin:
+            self.transcript.begin(node.role)
+        else:
+            self.transcript.end()
+        return ()
+
+    def whole_turns(self, text_of: Callable[[Text], tuple[str, bool]]) -> list[WholeTurn]:
+        """The turns in front of the queue that are known from beginning to end.
+
+        Args:
+            text_of: the text of a node as far as it is known, and whether that is all of it.
+        """
+        turns: list[WholeTurn] = []
+        begin: Role | None = None
+        content: list[str] = []
+        for node in self.queue:
+            match node:
+                case Role(begin=True) if begin is None:
+                    begin, content, num_nodes = node, [], 1
+                case Role(begin=False) if begin is not None:
+                    turns.append(WholeTurn(begin, "".join(content), num_nodes + 1))
+                    begin = None
+                case Text() if begin is not None:
+                    text, is_whole = text_of(node)
+                    content.append(text)
+                    num_nodes += 1
+                    if not is_whole:
+                        break
+                case _:
+                    break
+        return turns
 
     def encode_unit(self) -> tuple[list[int], int]:
         """Encode the pending unit (may run as a job); ids, and the bytes of program text in it."""

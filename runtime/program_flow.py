@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 
 from sgl.errors import InvalidProgram, SglError, StateLost
 from sgl.lang.graph import MAIN_BRANCH, Fork, Gen, Graph, Join, LiteralText, Node, Reads, Release, Select, Text, Var
+from sgl.limits import DEFAULT_LIMITS
 from sgl.runtime.branch import Branch, Read
 
 
@@ -136,7 +137,11 @@ class ProgramFlow:
     # --- values ---
 
     def text_of(self, branch: Branch, node: Text) -> str | None:
-        """The text of a node with its values; `None` when one is missing, whose coming wakes `branch`."""
+        """The text of a node with its values; `None` when one is missing, whose coming wakes `branch`.
+
+        Raises:
+            InvalidProgram: a value stands in it so often that it is longer than any text may be.
+        """
         texts = []
         for segment in node.segments:
             text = segment.text if isinstance(segment, LiteralText) else self._lookup(segment, node.id)
@@ -144,6 +149,12 @@ class ProgramFlow:
                 self._await_value.setdefault(segment.name, set()).add(branch.id)
                 return None
             texts.append(text or "")
+        if (size := sum(map(len, texts))) > DEFAULT_LIMITS.max_prompt_bytes:
+            raise InvalidProgram(
+                f"a text of {size} characters; at most {DEFAULT_LIMITS.max_prompt_bytes} are taken",
+                hint="repeat its values less often",
+                location=node.location,
+            )
         return "".join(texts)
 
     def beginning_of(self, node: Text) -> tuple[str, bool]:

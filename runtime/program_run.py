@@ -252,16 +252,22 @@ class ProgramRun:
                 node.reply(StateText(text=text, token_ids=tuple(branch.sequence.token_ids)), None)
             case Text():
                 if (written := self._flow.text_of(branch, node)) is None:
+                    self._text.stream(branch)
                     return None
-                branch.transcript.add_text(written)
-                self._text.stream(branch)
+                self._text.write(branch, written)
+                if not (len(branch.queue) > 1 and isinstance(branch.queue[1], Text)):  # else with the next
+                    self._text.stream(branch)
             case Role():
-                if node.begin:
-                    branch.transcript.begin(node.role)
-                else:
-                    branch.transcript.end()
-                self._text.follow_template(branch)
-                self._text.stream(branch)
+                if branch.transcript.is_empty:
+                    node = self._text.take_turns(branch, self._flow.beginning_of) or node
+                branch.busy = True
+                self._text.count_turn(branch)
+                self._services.run_job(
+                    partial(branch.turn, node),
+                    partial(self._guarded, branch, node, self._turned),
+                    small=not branch.has_long_turn,
+                )
+                return None if branch.busy else ()
             case Tokens() | Fork() | Mark() if branch.has_long_unit:
                 branch.busy = True
                 self._services.run_job(
@@ -286,6 +292,7 @@ class ProgramRun:
                 )
             case Fork():
                 self._text.flush(branch)
+                self._text.hold(branch, len(node.children))
                 for child_id in node.children:
                     sequence = self._scheduler.fork(branch.sequence)
                     self._flow.bear(Branch(child_id, sequence, branch.transcript.copy()))
@@ -302,6 +309,7 @@ class ProgramRun:
                 if self._flow.is_read_by_join(branch.id):
                     return None
                 self._scheduler.release(branch.sequence)
+                self._text.let_go(branch)
                 self._flow.bury(branch)
             case Mark():
                 self._text.mark(branch, node.label)
@@ -314,6 +322,15 @@ class ProgramRun:
                     location=node.location,
                 )
         return ()
+
+    def _turned(self, branch: Branch, node: Node) -> None:
+        """A turn has begun or ended."""
+        branch.busy = False
+        self._text.follow_template(branch)
+        self._text.stream(branch)
+        if self._depth == 0:  # in a job: whoever began it has gone on elsewhere
+            branch.queue.popleft()
+            self._advance([branch.id])
 
     def _flushed(self, branch: Branch, node: Node, ids: list[int], num_bytes: int) -> None:
         """A long unit is encoded: the node that ended it can run now."""

@@ -10,10 +10,20 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from sgl.errors import InvalidProgram
-from sgl.lang.graph import ProgramOptions, Rewind, Role, Text, TextEvent, Tokens, Usage
-from sgl.runtime.branch import Branch, text_bytes
+from sgl.lang.graph import MAIN_BRANCH, ProgramOptions, Rewind, Role, Text, TextEvent, Tokens, Usage
+from sgl.runtime.branch import SMALL, SMALL_TURN, Branch, text_bytes, text_len
 from sgl.runtime.selection import common_length
 from sgl.runtime.services import Services
+
+MAX_WRITTEN = 2**28
+"""Characters that the texts of one program come to, the values in them included."""
+
+MAX_HELD = 2**27
+"""Token ids that the states and marks of one program hold, and `STATE_LEN` for each of these: some gigabyte."""
+STATE_LEN = 512
+
+MAX_RENDERED = 2**32
+"""What the chat template is shown for all turns of one program (see `Transcript.turn_len`): a minute or two of work."""
 
 _ANYTHING = "x"
 """In place of a text that is yet to be generated."""
@@ -37,8 +47,24 @@ class ProgramText:
         self._services = services
         self._scheduler = services.scheduler
         self._count = count
+        self._written = 0
+        self._held = 0
+        self._rendered = 0
 
     # --- text to ids ---
+
+    def write(self, branch: Branch, text: str) -> None:
+        """Append text as written.
+
+        Raises:
+            InvalidProgram: the program wrote too much: values may stand in its texts again and again.
+        """
+        self._written += len(text)
+        if self._written > MAX_WRITTEN:
+            raise InvalidProgram(
+                f"the program's texts have more than {MAX_WRITTEN} characters", hint="write less, or several programs"
+            )
+        branch.transcript.add_text(text)
 
     def flush(self, branch: Branch) -> None:
         """Encode the pending unit and append it."""
@@ -73,6 +99,36 @@ class ProgramText:
             self._scheduler.truncate(branch.sequence, len(branch.sequence) - reopened)
             self._scheduler.stats.tokenized_bytes -= text_bytes(branch.transcript.pending_pieces)
 
+    def take_turns(self, branch: Branch, beginning_of: Callable[[Text], tuple[str, bool]]) -> Role | None:
+        """Let an empty branch begin with the whole turns in front of its queue but the last one, whose beginning is
+        returned: the template is run over them once, and not at the beginning and the end of each.
+
+        Args:
+            beginning_of: as `ProgramFlow.beginning_of`.
+        """
+        turns = branch.whole_turns(beginning_of) if self._services.config.rerender == "template" else []
+        if not turns:
+            return None
+        *taken, last = turns
+        branch.transcript.take_turns([{"role": turn.begin.role, "content": turn.content} for turn in taken])
+        for _ in range(sum(turn.num_nodes for turn in taken)):
+            branch.queue.popleft()
+        return last.begin
+
+    def count_turn(self, branch: Branch) -> None:
+        """A turn begins or ends.
+
+        Raises:
+            InvalidProgram: the template was run over too much already.
+        """
+        self._rendered += branch.transcript.turn_len
+        if self._rendered > MAX_RENDERED:
+            raise InvalidProgram(
+                f"the chat template was run over {MAX_RENDERED} characters of this program's turns",
+                hint="begin another program with the conversation so far; a template that looks at all turns for each "
+                "is run over all of them again",
+            )
+
     def follow_template(self, branch: Branch) -> None:
         """Cut the ids where the template rewrote earlier turns."""
         for cut in branch.transcript.cuts:
@@ -96,7 +152,9 @@ class ProgramText:
             match node:
                 case Text():
                     text, is_whole = beginning_of(node)
-                    after.add_text(text)
+                    after.add_text(text[:SMALL])
+                case Role() if after.turn_len >= SMALL_TURN:
+                    is_whole = False
                 case Role(begin=True):
                     after.begin(node.role)
                 case Role():
@@ -108,15 +166,39 @@ class ProgramText:
                     break
             if after.cuts:
                 return []
-            if not is_whole:
+            if not is_whole or text_len(after.pending_pieces) >= SMALL:  # a guess is not worth more
                 return (ids + after.flush())[:-1]  # the last one may be another with more text behind it
         return ids + after.flush()
 
-    # --- marks and joins ---
+    # --- marks, forks and joins ---
+
+    def hold(self, branch: Branch, num: int = 1) -> None:
+        """So many states more are as that of `branch` is now.
+
+        Raises:
+            InvalidProgram: the program would hold too much.
+        """
+        size = len(branch.sequence) + STATE_LEN
+        if self._held + num * size > MAX_HELD:
+            raise InvalidProgram(
+                f"{num} more states of {size - STATE_LEN} tokens: the states and marks of a program have at most "
+                f"{MAX_HELD} tokens together, {STATE_LEN} for each state among them",
+                hint="release states that are done, fork before the long text, or run several programs",
+            )
+        self._held += num * size
+
+    def let_go(self, branch: Branch) -> None:
+        """A branch is released, and its marks."""
+        self._held -= sum(len(ids) + STATE_LEN for ids, _ in branch.marks.values())
+        if branch.id != MAIN_BRANCH:
+            self._held -= branch.len_at_fork + STATE_LEN
 
     def mark(self, branch: Branch, label: str) -> None:
         """Remember the state of now."""
         self.flush(branch)
+        if label in branch.marks:
+            self._held -= len(branch.marks[label][0]) + STATE_LEN
+        self.hold(branch)
         branch.marks[label] = (list(branch.sequence.token_ids), branch.transcript.copy())
 
     def rewind(self, branch: Branch, node: Rewind) -> None:

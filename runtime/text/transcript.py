@@ -38,6 +38,9 @@ from sgl.runtime.text.tokenizer import Piece, Tokenizer
 
 Rerender = Literal["template", "keep"]
 
+TURN_LEN = 256
+"""Characters that a template reads in the time that a turn costs beside them."""
+
 
 @dataclass(frozen=True, slots=True)
 class Cut:
@@ -118,6 +121,7 @@ class Transcript:
         self._last: _Run | None = None
         self._pending: list[_Segment] = []
         self._messages: tuple[Mapping[str, str], ...] = ()
+        self._messages_len = 0
         self._content: tuple[str, ...] = ()
         self._agrees = False  # the conversation in the state is what the template writes of it
 
@@ -128,6 +132,7 @@ class Transcript:
         other._last = self._last
         other._pending = list(self._pending)
         other._messages = self._messages
+        other._messages_len = self._messages_len
         other._content = self._content
         other._agrees = self._agrees
         return other
@@ -146,6 +151,20 @@ class Transcript:
         if self.role is not None:
             turns.append({"role": self.role, "content": "".join(self._content)})
         return turns
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing was written yet."""
+        return self._last is None and not self._pending and not self._messages and self.role is None
+
+    @property
+    def turn_len(self) -> int:
+        """What the template is shown when the next turn begins or the open one ends: their characters, and `TURN_LEN`
+        for each turn."""
+        template = self._tokenizer.chat_template
+        ends = self._ends(template) if template is not None else None
+        shown = self._messages_len if ends is None else sum(_turn_len(turn) for turn in ends)
+        return shown + sum(map(len, self._content))
 
     @property
     def num_tokens(self) -> int:
@@ -243,9 +262,10 @@ class Transcript:
         Raises:
             InternalError: something was written already.
         """
-        if self._last is not None or self._pending or self._messages or self.role is not None:
+        if not self.is_empty:
             raise InternalError("whole turns are taken by an empty transcript alone")
         self._messages = tuple(turns)
+        self._messages_len = sum(map(_turn_len, self._messages))
 
     def begin(self, role: str) -> None:
         """Begin a turn: what the template writes before its content becomes pending.
@@ -289,6 +309,7 @@ class Transcript:
         else:
             self._follow_ending(template, messages)
         self._messages = messages
+        self._messages_len += _turn_len(turn)
         self.role = None
         self._content = ()
 
@@ -471,6 +492,10 @@ class Transcript:
             return False
         first = next(iter(self._committed()), None) or next(iter(self._pending), None)
         return first == _Segment(self._tokenizer.bos_token, template=True, chat=False)
+
+
+def _turn_len(turn: Mapping[str, str]) -> int:
+    return len(turn["content"]) + TURN_LEN
 
 
 def _chat(pieces: Sequence[Piece]) -> list[_Segment]:

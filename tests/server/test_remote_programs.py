@@ -219,7 +219,7 @@ def both(engine: Engine, served: Served, run: Callable[[Tape], Any], monkeypatch
     assert (there.num_opened, there.num_submitted) == (here.num_opened, here.num_submitted)
     assert seen["/v1/programs"] == there.num_opened
     assert seen["/v1/programs/{id}/fragments"] == there.num_submitted - there.num_opened
-    assert seen["/v1/programs/{id}/branches/{branch:int}"] == there.num_read
+    assert seen["/v1/programs/{id}/branches/{branch}"] == there.num_read
 
 
 @pytest.mark.parametrize("program", [each for each in PROGRAMS if not is_spoken(each.name)], ids=lambda each: each.name)
