@@ -284,7 +284,10 @@ class Call:
         """
         computation = Computation(work)
         self._register(computation)
-        return await self.while_connected(computation.result())
+        began = time.monotonic()
+        result = await self.while_connected(computation.result())
+        self.server.metrics.computed(time.monotonic() - began)
+        return result
 
     def _register(self, work: Work) -> None:
         self._work.append(work)

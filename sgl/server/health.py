@@ -8,6 +8,7 @@ collide.
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 from starlette.responses import Response
@@ -22,7 +23,7 @@ from sgl.server.routes import Routes
 routes = Routes()
 
 PROBE_S = 5.0
-"""Longest wait for the worker's answer to a probe."""
+"""Longest wait for the worker's answer to a probe, or to a scrape."""
 
 
 async def _health(call: Call) -> tuple[bool, bool, str]:
@@ -96,9 +97,9 @@ async def version(call: Call) -> Any:
 
 @routes.get("/metrics", "user", goes_on=True)
 async def metrics(call: Call) -> Any:
-    """Prometheus metrics; without the engine's while its worker is away."""
+    """Prometheus metrics; without the engine's while its worker is away, or does not answer."""
     try:
-        stats = await call.server.engine.async_stats()
-    except EngineDead:
+        stats = await asyncio.wait_for(call.server.engine.async_stats(), PROBE_S)
+    except (EngineDead, TimeoutError):
         stats = {}
     return Response(call.server.metrics.text(stats), media_type=CONTENT_TYPE)

@@ -26,9 +26,9 @@ _LATENCIES = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 _TOKEN_LATENCIES = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 1, 2.5)
 
 _COUNTERS = {
-    "vllm:prompt_tokens": ("prompt_tokens", "Prompt tokens."),
+    "vllm:prompt_tokens": ("prompt_tokens", "Prompt tokens, or those of encoded texts."),
     "vllm:generation_tokens": ("output_tokens", "Output tokens, forced ones included."),
-    "vllm:prefix_cache_queries": ("prompt_tokens", "Prompt tokens looked up in the prefix cache."),
+    "vllm:prefix_cache_queries": ("looked_up_tokens", "Prompt tokens looked up in the prefix cache."),
     "vllm:prefix_cache_hits": ("cached_tokens", "Prompt tokens found in the prefix cache."),
     "vllm:num_preemptions": ("retractions", "Running sequences put back because the pool was full."),
     "sglang:prompt_tokens": ("prompt_tokens", "Prompt tokens."),
@@ -68,7 +68,7 @@ class Metrics:
         self._requests = Counter(
             "sgl:http_requests", "Answers by path and status.", ("path", "status"), registry=self.registry
         )
-        self._started = self._counter("sglang:num_requests", "Programs started.")
+        self._started = self._counter("sglang:num_requests", "Programs started, and calls of an encoder.")
         self._constrained = self._counter("sglang:num_so_requests", "Programs started that have a constraint.")
         self._aborted = self._counter("sglang:num_aborted_requests", "Programs that failed or were cancelled.")
         self._ended = Counter(
@@ -97,6 +97,11 @@ class Metrics:
         if any(isinstance(node, Gen) and node.constraint is not None for node in graph.nodes):
             self._constrained.inc()
         return Watch(self)
+
+    def computed(self, seconds: float) -> None:
+        """What is no program (texts were encoded) took so long."""
+        self._started.inc()
+        _observe(self._whole, seconds)
 
     def ended(self, reason: str) -> None:
         """A generation ended."""
@@ -167,6 +172,9 @@ class _EngineStats(Collector):
         stats = dict(self.stats)
         if not stats:
             return
+        stats["looked_up_tokens"] = stats["prompt_tokens"]
+        if "num_padded" in stats:  # an encoder, which caches nothing
+            stats["prompt_tokens"] = stats["num_tokens"] - stats["num_padded"]
         stats["output_tokens"] = stats["decode_tokens"] + stats["forced_tokens"]
         stats["accept_len"] = 1 + stats["accepted_tokens"] / max(stats["verifications"], 1)
         stats["accept_rate"] = stats["accepted_tokens"] / max(stats["drafted_tokens"], 1)

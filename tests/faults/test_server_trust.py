@@ -4,6 +4,7 @@ drains, leases, bodies that take long to look at. Rows 7, 8, 60 and 63 of the ta
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import socket
@@ -19,7 +20,7 @@ from support.serving import THREAD, Served, serving
 
 import sgl
 from sgl.runtime.engine import Engine
-from sgl.server import bodies, native, programs
+from sgl.server import bodies, health, native, programs
 from sgl.server.openai import completions
 
 WAIT_S = 30.0
@@ -281,6 +282,20 @@ def test_the_first_token_is_timed_apart_from_the_last(dummy_engine: Engine, stre
         found = sums(http)
         assert found[f"{first}_count"] == found[f"{whole}_count"] == 1
         assert 0 < found[f"{first}_sum"] < found[f"{whole}_sum"] / 2
+
+
+def test_a_scrape_does_not_wait_for_an_engine_that_does_not_answer(
+    dummy_engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def never() -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(dummy_engine, "async_stats", never)
+    monkeypatch.setattr(health, "PROBE_S", 0.05)
+    with serving(dummy_engine) as served, httpx2.Client(base_url=served.url, timeout=WAIT_S) as http:
+        text = http.get("/metrics").text
+    assert "vllm:e2e_request_latency_seconds_count" in text
+    assert "vllm:num_requests_running" not in text
 
 
 def test_programs_are_counted_by_what_becomes_of_them(dummy_engine: Engine) -> None:

@@ -95,6 +95,21 @@ def test_who_goes_away_and_who_aborts_ends_a_call(embedder: Engine, monkeypatch:
     assert stats["num_inputs"] - before < 40_000
 
 
+def test_metrics_count_what_is_encoded(embedder: Engine) -> None:
+    def counted(http: httpx2.Client) -> dict[str, float]:
+        lines = [line.rpartition(" ") for line in http.get("/metrics").text.splitlines() if line[0] != "#"]
+        return {name.partition("{")[0]: float(value) for name, _, value in lines}
+
+    with serving(embedder) as served, httpx2.Client(base_url=served.url) as http:
+        before = counted(http)
+        outputs = http.post("/encode", json={"text": ["the cat", "dog ran sat"]}).json()
+        after = counted(http)
+    num_tokens = sum(output["meta_info"]["prompt_tokens"] for output in outputs)
+    assert after["vllm:prompt_tokens_total"] - before["vllm:prompt_tokens_total"] == num_tokens
+    assert after["vllm:prefix_cache_queries_total"] == 0
+    assert after["vllm:e2e_request_latency_seconds_count"] == after["sglang:num_requests_total"] == 1
+
+
 def test_a_model_that_generates_says_so(dummy_engine: Engine) -> None:
     with serving(dummy_engine) as served, httpx2.Client(base_url=served.url) as http:
         response = http.post("/v1/embeddings", json={"input": "a"})
