@@ -20,6 +20,7 @@ from typing import NamedTuple
 import numpy as np
 
 from sgl.grammars.choices import Vocabulary
+from sgl.grammars.lengths import UNKNOWN, Lengths
 from sgl.grammars.matcher import CompiledGrammar, Matcher, StopReason, allocate_bitmask
 
 MAX_START_LEN = 4096
@@ -31,16 +32,22 @@ _MAX_LOOKS = 96
 _PROBES = ("k", "Z")
 """Letters that JSON allows inside strings only."""
 _IN_TEXT = ('"]}', '"}]', '"}}', '"}', '"]', '":', '"', "0", "1")
-_OUTSIDE = ("]}", "}]", "}}", "]]", "}", "]", '""', "[]", "{}", '"', "0", "1", ":", ",")
+_OUTSIDE = ("]}", "}]", "}}", "]]", "}", "]", ":", ",", '""', "[]", "{}", '"', "0", "1")
 """What closes JSON soonest, or begins the shortest values, where text is free and where it is not; tried in this order,
-as far as a token."""
+as far as a token. What ends a number is tried before its next digit."""
+_FILLING = ("0", "1")
+_MAX_SAME = 2
+"""How often a greedy walk takes a token that neither closes nor opens anything, before it has tried the others."""
 _MAX_CHOSEN = 512
 _MAX_DRAWN = 64
 """Tokens of a greedy walk that are not forced, and those that nothing but the mask names: it may go in circles."""
 _STRIDE = 4
 """Tokens of a completion that one drawn token may save, when it is told whether one can come within reach at all."""
+_MUCH_LONGER = 4
+"""Times the shortest text that a completion at the start may be long before a shorter one is looked for."""
 _CLOSE = 32
-"""Tokens to spare from which on each token is looked at."""
+"""Tokens to spare from which on each token is looked at: a completion that is found may be so much longer than the
+shortest."""
 _LATER = 4.0
 """What another token of the same kind costs in a search."""
 _AGAIN = 0.5
@@ -61,11 +68,26 @@ class Closer:
             for texts in (_PROBES, _IN_TEXT, _OUTSIDE)
         )
         self._closing = frozenset((*self._in_text, *self._outside))
+        self._structure = self._closing - {ids[0] for text in _FILLING if (ids := vocabulary.ids.get(text.encode()))}
         single = [(text, ids[0]) for text, ids in sorted(vocabulary.ids.items()) if len(text) == 1]
         self._kinds = [(token_id, _kind(text[0])) for text, token_id in single]
         words = (text for text in vocabulary.ids if len(text) > 1 and text.isalnum() and text.isascii())
         self._words = [vocabulary.ids[text][0] for text in sorted(words, key=len, reverse=True)[:_MAX_WORDS]]
         self._starts: weakref.WeakKeyDictionary[CompiledGrammar, _Start] = weakref.WeakKeyDictionary()
+        self._lengths: weakref.WeakKeyDictionary[CompiledGrammar, Lengths] = weakref.WeakKeyDictionary()
+
+    def know(self, grammar: CompiledGrammar, lengths: Lengths) -> None:
+        """How long completions of a grammar's texts get."""
+        self._lengths[grammar] = lengths
+
+    def lengths(self, grammar: CompiledGrammar) -> Lengths:
+        """What is known of how long completions of a grammar's texts get."""
+        return self._lengths.get(grammar, UNKNOWN)
+
+    def steering(self, grammar: CompiledGrammar, matcher: Matcher, budget: int) -> Steering:
+        """What keeps a generation of `budget` tokens under a grammar within reach of a completion."""
+        start, distance = self.start(grammar, budget), self.distance(grammar)
+        return Steering(self, matcher, start, budget, distance, self.lengths(grammar))
 
     def start(self, grammar: CompiledGrammar, most: int = MAX_START_LEN) -> tuple[int, ...] | None:
         """A completion of at most `most` tokens at the start of a grammar; `None` when none is found.
@@ -89,7 +111,9 @@ class Closer:
         if known is None:
             matcher = grammar.matcher()
             walk = self._walk(matcher, MAX_START_LEN)
-            path = walk.path if walk.completes else self._search(matcher, MAX_START_LEN)
+            path = walk.path if walk.completes else None
+            if path is None or len(path) > _MUCH_LONGER * self.lengths(grammar).shortest + _CLOSE:
+                path = self._search(matcher, MAX_START_LEN if path is None else len(path) - 1) or path
             if path is None:
                 known = _Start(None, 0, 0 if walk.is_stuck else len(walk.path))
             else:
@@ -116,11 +140,12 @@ class Closer:
     def _walk(self, matcher: Matcher, most: int) -> _Walk:
         """One walk that always takes what closes soonest."""
         path: list[int] = []
+        filled: dict[int, int] = {}  # how often what was taken since the text was last closed or opened
         chosen = drawn = 0
         try:
             while len(path) < most and not matcher.is_complete():
                 forced = matcher.forced_tokens()[:1]
-                token_id = forced[0] if forced else next((i for i, _ in self._candidates(self._row(matcher))), None)
+                token_id = forced[0] if forced else self._next(matcher, filled)
                 if token_id is None or not matcher.accept(token_id):
                     return _Walk(path, completes=False, is_stuck=True)
                 path.append(token_id)
@@ -131,6 +156,24 @@ class Closer:
             return _Walk(path, matcher.is_complete(), is_stuck=False)
         finally:
             matcher.rollback(len(path))
+
+    def _next(self, matcher: Matcher, filled: dict[int, int]) -> int | None:
+        """What a greedy walk takes where there is a choice; counted in `filled`, so that it does not go on with the
+        same where that leads nowhere (zeros behind `9.` where the number has to be above 9)."""
+        tried: list[int] = []
+        for token_id, _ in self._candidates(self._row(matcher)):
+            if filled.get(token_id, 0) < _MAX_SAME:
+                break
+            tried.append(token_id)
+        else:
+            if not tried:
+                return None
+            token_id = min(tried, key=lambda candidate: filled[candidate])
+        if token_id in self._structure:
+            filled.clear()
+        else:
+            filled[token_id] = filled.get(token_id, 0) + 1
+        return token_id
 
     def _search(self, matcher: Matcher, most: int) -> list[int] | None:
         """Positions in the order of what they cost: tokens so far, and how much they are like others."""
@@ -222,10 +265,10 @@ class _Look(NamedTuple):
 class Steering:
     """Keeps a completion of one generation within reach of its budget.
 
-    It looks at the start, and again when a part of the tokens to spare is used up, so that long generations cost a few
-    looks and the last tokens one each; not at all where the budget is far from any completion. A token that makes the
-    completion much longer between two looks (it begins an object with many required properties) may be missed; from the
-    first look at each token on none is.
+    It looks at the start, and again before the tokens to spare could be used up: not while whatever is left of a text
+    would fit, and else before as many tokens were drawn as could each make the completion longer by the longest detour
+    (an object with many required properties is begun). So long generations cost a few looks and the last tokens one
+    each; not at all where the budget is far from any completion.
 
     Args:
         closer: looks for completions.
@@ -233,13 +276,21 @@ class Steering:
         start: a completion of the empty text, if one is known (`Closer.start`).
         budget: tokens that the generation may have.
         distance: about how many tokens a completion of the empty text takes (`Closer.distance`); 0 if nobody knows.
+        lengths: how long completions get (`Closer.lengths`).
     """
 
     def __init__(
-        self, closer: Closer, matcher: Matcher, start: Sequence[int] | None, budget: int, distance: int = 0
+        self,
+        closer: Closer,
+        matcher: Matcher,
+        start: Sequence[int] | None,
+        budget: int,
+        distance: int,
+        lengths: Lengths,
     ) -> None:
         self._closer = closer
         self._matcher = matcher
+        self._lengths = lengths
         # From here on the text may have come so far that what is left of a completion fits into what is left.
         self._in_reach = (_STRIDE * budget - distance) // (_STRIDE - 1)
         self._path: list[int] | None = None  # a completion of the text as it is now
@@ -284,7 +335,9 @@ class Steering:
             self._look_at = min(left // 2, self._in_reach)
         else:
             self._last = path
-            self._look_at = left - max(1, (left - len(path) - _CLOSE) // 8)
+            _, rest, detour = self._lengths
+            num_free = max((left - len(path) - _CLOSE) // (detour + 1), left - rest - _CLOSE)
+            self._look_at = left - max(1, int(num_free))
 
 
 def _allows(row: bytes, token_id: int) -> bool:

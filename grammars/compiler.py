@@ -22,6 +22,7 @@ from sgl.grammars import ebnf, lark, structural_tag
 from sgl.grammars.choices import ChoicesGrammar, Vocabulary
 from sgl.grammars.closing import Closer
 from sgl.grammars.keywords import check_schema, unenforced
+from sgl.grammars.lengths import lengths_of, repeat, sequence, text
 from sgl.grammars.matcher import CompiledGrammar
 from sgl.grammars.numbers import BoundedNumbers
 from sgl.grammars.reasoning import Reasoning, ReasoningGrammar, ReasoningTables
@@ -233,7 +234,11 @@ class GrammarCompiler:
                 self._reasoning[key] = tables
                 while len(self._reasoning) > _MAX_REASONING:
                     self._reasoning.popitem(last=False)
-        return ReasoningGrammar(section, tables, inner)
+        grammar = ReasoningGrammar(section, tables, inner)
+        if inner is not None:
+            marked = repeat(text(section.begin + section.end), 0, 1)
+            self.closer.know(grammar, sequence([marked, self.closer.lengths(inner)]))
+        return grammar
 
     @property
     def closer(self) -> Closer:
@@ -269,13 +274,17 @@ class GrammarCompiler:
 
     def _compile(self, constraint: Constraint, name: str) -> CompiledGrammar:
         backend = self._backend(name)
+        grammar: CompiledGrammar
         if isinstance(constraint, Choices):
-            return ChoicesGrammar(constraint.options, backend.vocabulary)
-        if not isinstance(constraint, JsonSchema):
-            return backend.compile(constraint)
-        if constraint.unsupported == "check":
+            grammar = ChoicesGrammar(constraint.options, backend.vocabulary)
+        elif not isinstance(constraint, JsonSchema):
+            grammar = backend.compile(constraint)
+        elif constraint.unsupported == "check":
             return self._compile_loosened(constraint, backend, name)
-        return BoundedNumbers(backend.compile(constraint), backend.vocabulary, constraint.max_number_len)
+        else:
+            grammar = BoundedNumbers(backend.compile(constraint), backend.vocabulary, constraint.max_number_len)
+        self.closer.know(grammar, lengths_of(constraint, self._limits))
+        return grammar
 
     def _compile_loosened(self, constraint: JsonSchema, backend: Backend, name: str) -> CompiledGrammar:
         """What the backend can enforce of a schema, with a check of the whole; without one where it enforces all."""
@@ -297,11 +306,12 @@ class GrammarCompiler:
                 hint="write them out",
                 pointer="",
             )
-        grammar = BoundedNumbers(inner, backend.vocabulary, constraint.max_number_len)
-        if schema == loosened(whole, (), self._limits):
-            return grammar
-        self._validator.check_schema(whole)
-        return CheckedGrammar(grammar, whole, self._validator)
+        grammar: CompiledGrammar = BoundedNumbers(inner, backend.vocabulary, constraint.max_number_len)
+        if schema != loosened(whole, (), self._limits):
+            self._validator.check_schema(whole)
+            grammar = CheckedGrammar(grammar, whole, self._validator)
+        self.closer.know(grammar, lengths_of(JsonSchema(schema), self._limits))
+        return grammar
 
 
 def _backend_name(name: str) -> str:

@@ -90,14 +90,20 @@ def translate(pattern: str, *, dialect: Dialect = Dialect.PYTHON, limits: Limits
             f"the regex has {size} bytes; at most {limits.max_schema_bytes} are allowed",
             hint="shorten it",
         )
-    tree = _parse(pattern, dialect, limits)
+    tree = parse(pattern, dialect, limits)
     writer = _Writer(pattern, dialect, tree.state.flags, limits)
     if dialect is Dialect.ECMA:
         return writer.search(list(tree))
     return writer.sequence(list(tree), tree.state.flags, 0, at_start=True, at_end=True)
 
 
-def _parse(given: str, dialect: Dialect, limits: Limits) -> Any:
+def parse(given: str, dialect: Dialect, limits: Limits) -> Any:
+    """The syntax tree of a pattern, as Python's own parser gives it.
+
+    Raises:
+        InvalidRegex: a syntax error, with its position.
+        ConstraintTooComplex: nested too deep, or a repeat count over 65,536.
+    """
     pattern = given
     if dialect is Dialect.ECMA:
         pattern = to_python(pattern)

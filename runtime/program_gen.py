@@ -213,8 +213,8 @@ class Drawing:
 def _steering(closer: Closer, grammar: CompiledGrammar, matcher: Matcher, budget: int) -> Steering | None:
     """What keeps a constrained text within its budget; a reasoning without a constraint behind it needs none."""
     if not isinstance(grammar, ReasoningGrammar):
-        return Steering(closer, matcher, closer.start(grammar, budget), budget, closer.distance(grammar))
+        return closer.steering(grammar, matcher, budget)
     if grammar.inner is None:
         return None
     start = grammar.completion(closer.start(grammar.inner))
-    return Steering(closer, matcher, start, budget, closer.distance(grammar.inner))
+    return Steering(closer, matcher, start, budget, closer.distance(grammar.inner), closer.lengths(grammar))

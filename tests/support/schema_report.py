@@ -18,7 +18,6 @@ import jsonschema_rs
 import numpy as np
 
 from sgl.errors import ConstraintTooComplex, InvalidConstraint, InvalidRegex, InvalidSchema, UnsupportedSchema
-from sgl.grammars.closing import Steering
 from sgl.grammars.compiler import GrammarCompiler
 from sgl.grammars.keyword_tables import TABLES, Support
 from sgl.grammars.matcher import StopReason, allocate_bitmask, bitmask_to_bool
@@ -135,8 +134,7 @@ class Report:
         """The text of one generation with random logits; `None` when the budget did not complete it."""
         grammar = self.compiler.compile(constraint)
         matcher = grammar.matcher()
-        closer = self.compiler.closer
-        steering = Steering(closer, matcher, closer.start(grammar, BUDGET), BUDGET)
+        steering = self.compiler.closer.steering(grammar, matcher, BUDGET)
         bitmask = allocate_bitmask(1, self._vocab_size)
         written: list[int] = []
         while len(written) < BUDGET and matcher.stop_reason() is StopReason.NOT_STOPPED:

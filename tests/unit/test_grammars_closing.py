@@ -6,12 +6,13 @@ import json
 import random
 import re
 from decimal import Decimal
+from math import inf
 from typing import Any
 
 import jsonschema_rs
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.matcher_conformance import state, world
 from support.schemas import random_schema
@@ -20,6 +21,7 @@ from support.scripted import Rig
 from sgl.errors import InvalidConstraint
 from sgl.grammars.closing import Steering
 from sgl.grammars.compiler import GrammarCompiler
+from sgl.grammars.lengths import lengths_of
 from sgl.grammars.matcher import Matcher, StopReason, allocate_bitmask, bitmask_to_bool
 from sgl.grammars.spec import Choices, Constraint, Ebnf, JsonSchema, Regex, canonical_schema, structural_tag
 from sgl.lang.graph import Gen, Graph, LiteralText, ProgramOptions, Sampling, Text, ValueEvent
@@ -111,6 +113,7 @@ def draw(matcher: Matcher, steering: Steering, budget: int, rng: random.Random) 
 
 @settings(max_examples=80, deadline=None)
 @given(seed=st.integers(0, 2**32), budget=st.integers(1, 80))
+@example(seed=4993, budget=50)  # "{" makes the shortest completion longer by 60 tokens, with 48 to spare
 def test_what_a_random_model_writes_is_complete_wherever_a_completion_fits(seed: int, budget: int) -> None:
     rng = random.Random(seed)
     given_schema = random_schema(rng)
@@ -120,11 +123,89 @@ def test_what_a_random_model_writes_is_complete_wherever_a_completion_fits(seed:
         return
     start = COMPILER.closer.start(grammar, budget)
     matcher = grammar.matcher()
-    written, _ = draw(matcher, Steering(COMPILER.closer, matcher, start, budget), budget, rng)
+    written, _ = draw(matcher, COMPILER.closer.steering(grammar, matcher, budget), budget, rng)
     assert len(written) <= budget
     if start is not None:
         assert matcher.is_complete(), WORLD.text(written)
         jsonschema_rs.Draft202012Validator(given_schema).validate(json.loads(WORLD.text(written), parse_float=Decimal))
+
+
+BRANCHES = schema(
+    {
+        "anyOf": [
+            {"const": 0},
+            {
+                "type": "object",
+                "properties": {
+                    "id": {"type": "string", "format": "uuid"},
+                    "more": {"type": "array", "minItems": 4, "items": {"enum": ["one long word", "another long word"]}},
+                },
+                "required": ["id"],
+                "additionalProperties": False,
+            },
+        ]
+    }
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("backend", ["llguidance", "xgrammar"])
+def test_a_long_branch_is_not_begun_where_its_rest_does_not_fit(backend: str) -> None:
+    if backend == "xgrammar":
+        pytest.importorskip("xgrammar")
+    grammar = COMPILER.compile(BRANCHES, backend)
+    lengths = set()
+    for budget in range(1, 180, 6):
+        matcher = grammar.matcher()
+        written, _ = draw(matcher, COMPILER.closer.steering(grammar, matcher, budget), budget, random.Random(budget))
+        assert matcher.is_complete(), WORLD.text(written)
+        lengths.add(len(written))
+    assert len(lengths) > 5, "the long branch is taken where it fits"
+
+
+def test_nothing_is_looked_for_while_whatever_is_left_would_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    grammar = COMPILER.compile(BRANCHES)
+    COMPILER.closer.start(grammar)
+    looks: list[int] = []
+    find = COMPILER.closer.find
+    monkeypatch.setattr(COMPILER.closer, "find", lambda *args, **kwargs: looks.append(1) or find(*args, **kwargs))
+    matcher = grammar.matcher()
+    written, num_replaced = draw(
+        matcher, COMPILER.closer.steering(grammar, matcher, 400), 400, random.Random(7)
+    )  # fmt: skip
+    assert len(written) > 1
+    assert (len(looks), num_replaced) == (0, 0)
+
+
+def test_numbers_end_where_more_digits_could_follow_and_go_on_where_zeros_lead_nowhere() -> None:
+    above_nine = {"type": "number", "exclusiveMinimum": 9, "maximum": 11}
+    for items, begun, longest in [({"type": "number"}, "[1", 3), (above_nine, "[9", 8), (above_nine, "[9.0", 7)]:
+        matcher = COMPILER.compile(schema({"type": "array", "items": items, "minItems": 2})).matcher()
+        for token_id in WORLD.encode(begun):
+            assert matcher.accept(token_id)
+        found = COMPILER.closer.find(matcher, 100, search=False)
+        assert found is not None
+        assert len(found) <= longest, WORLD.text(found)
+
+
+@pytest.mark.parametrize(
+    ("constraint", "expected"),
+    [
+        (Regex("ab|c{9}(x|yz)?"), (2, 14, 7)),
+        (Choices(("b", "abcde")), (1, 5, 4)),
+        (Ebnf('root ::= "(" root ")" | "x"'), (1, inf, 2)),
+        (Ebnf('root ::= item*\nitem ::= "begin" "end"'), (0, 8, 8)),
+        (TAGS, (0, 17, 11)),
+        (schema({"enum": ["yes", "perhaps"]}), (5, 9, 4)),
+        (schema({"$ref": "#/$defs/a", "$defs": {"a": {"type": "array", "items": {"$ref": "#/$defs/a"}}}}), (2, inf, 3)),
+        (schema({"$ref": "#x", "$defs": {"a/b": {"$anchor": "x", "const": None}}}), (4, 4, 0)),
+        (schema({"anyOf": [False, {"type": "string", "format": "uuid"}, {"type": "null"}]}), (4, 43, 34)),
+        (schema({"properties": {"a": {"const": 12}}, "required": ["a"], "type": "object"}), (9, inf, 8)),
+    ],
+)  # fmt: skip
+def test_lengths_of_completions_are_told_from_the_constraint(
+    constraint: Constraint, expected: tuple[float, ...]
+) -> None:
+    assert tuple(lengths_of(constraint)) == expected
 
 
 def generate(constraint: Constraint, budget: int, **fields: Any) -> ValueEvent:
