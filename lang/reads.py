@@ -39,10 +39,12 @@ class Reads:
     def __init__(self) -> None:
         self._made: dict[tuple[int, str], list[int]] = {}
         self._lineage: dict[int, tuple[int, int]] = {}
+        self._inherited: dict[tuple[int, str], int | None] = {}  # what was found so far: forks of forks may be deep
 
     def generated(self, branch: int, name: str, at: int) -> None:
         """A generation or select of the program, behind those before it."""
         self._made.setdefault((branch, name), []).append(at)
+        self._inherited.clear()
 
     def forked(self, branch: int, children: Iterable[int], at: int) -> None:
         """A fork of the program."""
@@ -50,14 +52,25 @@ class Reads:
 
     def of(self, variable: _Variable, at: int) -> int | None:
         """The place of the generation that `variable` reads in a text at `at`; `None` while there is none."""
-        branch, until = variable.branch, at
-        while True:
-            places = self._made.get((branch, variable.name), [])
-            before = bisect_left(places, until)
-            if before:
-                return places[before - 1]
-            if places and branch == variable.branch:
-                return places[0]
-            if branch not in self._lineage:
-                return None
+        places = self._made.get((variable.branch, variable.name), [])
+        before = bisect_left(places, at)
+        if before:
+            return places[before - 1]
+        return places[0] if places else self._from_parent(variable.branch, variable.name)
+
+    def _from_parent(self, branch: int, name: str) -> int | None:
+        """What the branch had of a name when it was forked."""
+        passed = []
+        found: int | None = None
+        while branch in self._lineage:
+            if (branch, name) in self._inherited:
+                found = self._inherited[branch, name]
+                break
+            passed.append(branch)
             branch, until = self._lineage[branch]
+            places = self._made.get((branch, name), [])
+            if before := bisect_left(places, until):
+                found = places[before - 1]
+                break
+        self._inherited.update(((each, name), found) for each in passed)
+        return found

@@ -62,7 +62,7 @@ class Branch:
         self.queue: deque[Node | Read] = deque()
         self.busy = False
         self.started_at = 0.0
-        self.text_at_fork = len(transcript.text)
+        self.text_at_fork = transcript.text_len
         self.len_at_fork = len(sequence)
         self.num_streamed = self.text_at_fork
         self.marks: dict[str, tuple[list[int], Transcript]] = {}
@@ -119,9 +119,8 @@ class Branch:
 
     def unstreamed(self) -> str:
         """Text that the client has not been sent; it is taken as sent from now on."""
-        text = self.transcript.text
-        new = text[self.num_streamed :]
-        self.num_streamed = len(text)
+        new = self.transcript.text_from(self.num_streamed)
+        self.num_streamed = self.transcript.text_len
         return new
 
 

@@ -215,7 +215,7 @@ class ProgramText:
         self._scheduler.truncate(branch.sequence, kept)
         branch.sequence.token_ids.extend(ids[kept:])
         branch.transcript = transcript.copy()
-        branch.num_streamed = min(branch.num_streamed, len(transcript.text))
+        branch.num_streamed = min(branch.num_streamed, transcript.text_len)
 
     def append_children(self, branch: Branch, children: Sequence[Branch]) -> None:
         """Join by appending: the text of each child since the fork goes on on the parent.
@@ -223,7 +223,7 @@ class ProgramText:
         It is encoded with the parent's next unit; all but the first child's is computed again (see `Usage`).
         """
         for child in children:
-            branch.transcript.add_text(child.transcript.text[child.text_at_fork :])
+            branch.transcript.add_text(child.transcript.text_from(child.text_at_fork))
         self._count(Usage(joined_tokens=sum(len(child.sequence) - child.len_at_fork for child in children)))
         self.stream(branch)
 

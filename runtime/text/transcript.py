@@ -70,13 +70,14 @@ class _Segment(NamedTuple):
 class _Run(NamedTuple):
     """Tokens that do not depend on what follows, and all that is before them: a list shared by forks.
 
-    `num_tokens` and `chat_len` count from the beginning of the state, this run included. `encoded` text may be encoded
-    again; a generation's ids are the truth, and a special token is what it is.
+    `num_tokens`, `text_len` and `chat_len` count from the beginning of the state, this run included. `encoded` text may
+    be encoded again; a generation's ids are the truth, and a special token is what it is.
     """
 
     before: _Run | None
     segments: tuple[_Segment, ...]
     num_tokens: int
+    text_len: int
     chat_len: int
     encoded: bool
 
@@ -142,7 +143,18 @@ class Transcript:
     @property
     def text(self) -> str:
         """All text of the state: template text, special tokens and pending text included."""
-        return "".join(segment.text for segment in (*self._committed(), *self._waiting()))
+        return self.text_from(0)
+
+    @property
+    def text_len(self) -> int:
+        """Characters of the text."""
+        before = self._last.text_len if self._last is not None else 0
+        return before + sum(len(segment.text) for segment in self._waiting())
+
+    def text_from(self, start: int) -> str:
+        """The text from a character on, in time linear in that part of it."""
+        segments, begin = self._committed(start)
+        return "".join(segment.text for segment in (*segments, *self._waiting()))[max(start - begin, 0) :]
 
     @property
     def messages(self) -> list[dict[str, str]]:
@@ -234,7 +246,10 @@ class Transcript:
         kept = segment._replace(text=segment.text.removesuffix(text))
         chat_len = last.chat_len - (len(text) if segment.chat else 0)
         self._last = last._replace(
-            segments=(*last.segments[:-1], kept), num_tokens=last.num_tokens - 1, chat_len=chat_len
+            segments=(*last.segments[:-1], kept),
+            num_tokens=last.num_tokens - 1,
+            text_len=last.text_len - len(text),
+            chat_len=chat_len,
         )
         if segment.chat:
             self._content = (*self._content[:-1], self._content[-1].removesuffix(text))
@@ -420,7 +435,7 @@ class Transcript:
     def _follow(self, rendering: list[Piece]) -> bool:
         """Make the conversation in the state equal `rendering`; False (and nothing changed) if it must not be."""
         committed = self._last.chat_len if self._last is not None else 0
-        old = "".join(segment.text for segment in self._committed() if segment.chat)
+        old = "".join(segment.text for segment in self._committed()[0] if segment.chat)
         new = "".join(piece.text for piece in rendering)
         if new.startswith(old):
             return self._replace_pending(_drop(rendering, committed))
@@ -466,6 +481,7 @@ class Transcript:
             before,
             tuple(segments),
             num_tokens + (before.num_tokens if before is not None else 0),
+            sum(len(segment.text) for segment in segments) + (before.text_len if before is not None else 0),
             chat_len + (before.chat_len if before is not None else 0),
             encoded,
         )
@@ -473,13 +489,15 @@ class Transcript:
     def _extend(self, pieces: Sequence[Piece]) -> None:
         self._pending.extend(_chat(pieces))
 
-    def _committed(self) -> list[_Segment]:
+    def _committed(self, start: int = 0) -> tuple[list[_Segment], int]:
+        """The segments of the runs that reach beyond a character of the text, and where the first of them begins."""
         runs: list[tuple[_Segment, ...]] = []
         run = self._last
-        while run is not None:
+        while run is not None and run.text_len > start:
             runs.append(run.segments)
             run = run.before
-        return [segment for segments in reversed(runs) for segment in segments]
+        begin = run.text_len if run is not None else 0
+        return [segment for segments in reversed(runs) for segment in segments], begin
 
     def _waiting(self) -> list[_Segment]:
         """The pending segments; in an empty state, BOS where the checkpoint wants it before plain text."""
@@ -490,7 +508,7 @@ class Transcript:
     def _has_own_bos(self) -> bool:
         if not self._tokenizer.add_bos:
             return False
-        first = next(iter(self._committed()), None) or next(iter(self._pending), None)
+        first = next(iter(self._committed()[0]), None) or next(iter(self._pending), None)
         return first == _Segment(self._tokenizer.bos_token, template=True, chat=False)
 
 

@@ -380,6 +380,32 @@ def test_a_turn_of_a_long_conversation_renders_a_few_turns(monkeypatch: pytest.M
     branch.check()
 
 
+@given(
+    parts=st.lists(st.tuples(st.sampled_from("tfgmb"), st.text(" abé", max_size=5)), max_size=12),
+    start=st.integers(0, 60),
+)
+@settings(max_examples=60, deadline=None)
+def test_a_part_of_the_text_is_read_without_the_rest(parts: list[tuple[str, str]], start: int) -> None:
+    transcript = Transcript(Tokenizer.toy())
+    for kind, text in parts:
+        match kind:
+            case "t":
+                transcript.add_text(text)
+            case "f":
+                transcript.flush()
+            case "g":
+                transcript.flush()
+                transcript.add_generated(text, 1)
+            case "b":
+                transcript.reopen()
+            case _ if transcript.role is None:
+                transcript.begin("user")
+            case _:
+                transcript.end()
+    assert transcript.text_from(start) == transcript.text[start:]
+    assert transcript.text_len == len(transcript.text)
+
+
 @pytest.mark.parametrize(
     ("source", "local"),
     [

@@ -239,3 +239,22 @@ def test_what_the_states_of_a_program_hold_is_bounded(rig: Rig, monkeypatch: pyt
     begin(rig, [msgspec.structs.replace(node, id=id) for id, node in enumerate([text, *again])])
     rig.run()
     assert rig.of(1, DoneEvent), rig.events
+
+
+def test_streamed_pieces_are_read_once(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Characters that are read grow with the text, and not with its square."""
+    read: list[int] = []
+    text_from = Transcript.text_from
+
+    def counted(self: Transcript, start: int) -> str:
+        text = text_from(self, start)
+        read.append(len(text))
+        return text
+
+    monkeypatch.setattr(Transcript, "text_from", counted)
+    nodes: list[Node] = []
+    for id in range(0, 400, 2):
+        nodes += [Text(id=id, segments=(LiteralText("abcd"),)), Mark(id=id + 1, label="m")]
+    begin(rig, nodes)
+    assert "".join(event.text for event in rig.of(1, TextEvent)) == "abcd" * 200
+    assert sum(read) < 3 * 4 * 200
