@@ -2,7 +2,7 @@
 
 Owns `Closer`, which looks for short completions of a matcher's text, and `Steering`, which keeps one generation from
 drawing tokens after which its value could no longer be completed within its budget. Called by the runtime; works on the
-matcher protocol alone, so it serves every kind of constraint and every backend.
+matcher protocol, so it serves every kind of constraint and every backend, and knows of reasoning how it ends.
 
 A completion that was found is a fact (its tokens were accepted, and taken back); one that was not found may exist. The
 search is bounded by the number of positions that it looks at. Matchers are left as they were.
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import heapq
+import time
 import weakref
 from collections.abc import Iterator, Sequence
 from itertools import count
@@ -22,6 +23,7 @@ import numpy as np
 from sgl.grammars.choices import Vocabulary
 from sgl.grammars.lengths import UNKNOWN, Lengths
 from sgl.grammars.matcher import CompiledGrammar, Matcher, StopReason, allocate_bitmask
+from sgl.grammars.reasoning import ReasoningGrammar, ReasoningMatcher
 
 MAX_START_LEN = 4096
 """Tokens of the longest completion that is looked for at the start of a grammar."""
@@ -37,7 +39,12 @@ _OUTSIDE = ("]}", "}]", "}}", "]]", "}", "]", ":", ",", '""', "[]", "{}", '"', "
 as far as a token. What ends a number is tried before its next digit."""
 _FILLING = ("0", "1")
 _MAX_SAME = 2
-"""How often a greedy walk takes a token that neither closes nor opens anything, before it has tried the others."""
+_MAX_ZEROS = 6
+"""How often a greedy walk takes a token that neither closes nor opens anything, before it has tried the others; a zero,
+which multiples of powers of ten end in, more often."""
+_MOST_S = 0.5
+"""CPU time of a walk, and of a search behind it: a look takes microseconds, but where a constraint forces a text of a
+million characters it takes a second."""
 _MAX_CHOSEN = 512
 _MAX_DRAWN = 64
 """Tokens of a greedy walk that are not forced, and those that nothing but the mask names: it may go in circles."""
@@ -69,6 +76,7 @@ class Closer:
         )
         self._closing = frozenset((*self._in_text, *self._outside))
         self._structure = self._closing - {ids[0] for text in _FILLING if (ids := vocabulary.ids.get(text.encode()))}
+        self._zero = frozenset(vocabulary.ids.get(b"0", ())[:1])
         single = [(text, ids[0]) for text, ids in sorted(vocabulary.ids.items()) if len(text) == 1]
         self._kinds = [(token_id, _kind(text[0])) for text, token_id in single]
         words = (text for text in vocabulary.ids if len(text) > 1 and text.isalnum() and text.isascii())
@@ -84,10 +92,17 @@ class Closer:
         """What is known of how long completions of a grammar's texts get."""
         return self._lengths.get(grammar, UNKNOWN)
 
-    def steering(self, grammar: CompiledGrammar, matcher: Matcher, budget: int) -> Steering:
-        """What keeps a generation of `budget` tokens under a grammar within reach of a completion."""
-        start, distance = self.start(grammar, budget), self.distance(grammar)
-        return Steering(self, matcher, start, budget, distance, self.lengths(grammar))
+    def steering(self, grammar: CompiledGrammar, matcher: Matcher, budget: int) -> Steering | None:
+        """What keeps a generation of `budget` tokens under a grammar within reach of a completion; reasoning with no
+        constraint behind it needs none."""
+        if not isinstance(grammar, ReasoningGrammar):
+            start, distance = self.start(grammar, budget), self.distance(grammar)
+            return Steering(self, matcher, start, budget, distance, self.lengths(grammar))
+        if grammar.inner is None:
+            return None
+        behind, distance = self.start(grammar.inner), self.distance(grammar.inner)
+        start = grammar.completion(behind)
+        return Steering(self, matcher, start, budget, distance, self.lengths(grammar), behind or ())
 
     def start(self, grammar: CompiledGrammar, most: int = MAX_START_LEN) -> tuple[int, ...] | None:
         """A completion of at most `most` tokens at the start of a grammar; `None` when none is found.
@@ -112,7 +127,8 @@ class Closer:
             matcher = grammar.matcher()
             walk = self._walk(matcher, MAX_START_LEN)
             path = walk.path if walk.completes else None
-            if path is None or len(path) > _MUCH_LONGER * self.lengths(grammar).shortest + _CLOSE:
+            much = _MUCH_LONGER * self.lengths(grammar).shortest + _CLOSE
+            if not walk.is_forced and (path is None or len(path) > much):
                 path = self._search(matcher, MAX_START_LEN if path is None else len(path) - 1) or path
             if path is None:
                 known = _Start(None, 0, 0 if walk.is_stuck else len(walk.path))
@@ -121,39 +137,47 @@ class Closer:
             self._starts[grammar] = known
         return known
 
-    def find(self, matcher: Matcher, most: int, like: Sequence[int] = (), *, search: bool = True) -> list[int] | None:
+    def find(
+        self, matcher: Matcher, most: int, like: Sequence[int] = (), start: Sequence[int] = (), *, search: bool = True
+    ) -> list[int] | None:
         """At most `most` tokens after which the text is complete; `None` when none are found.
 
         Args:
             like: a completion of another position, which is tried first.
+            start: one of the constraint's start, which is tried behind a reasoning that has to end first.
             search: look further than one greedy walk goes, which takes milliseconds.
         """
         if matcher.is_complete():
             return []
         if 0 < len(like) <= most and _completes(matcher, like):
             return list(like)
+        if start and (out := _way_out(matcher)):
+            path = [*out, *start]
+            if len(path) <= most and _completes(matcher, path):
+                return path
         walk = self._walk(matcher, most)
         if walk.completes:
             return walk.path
-        return self._search(matcher, most) if search else None
+        return self._search(matcher, most) if search and not walk.is_forced else None
 
     def _walk(self, matcher: Matcher, most: int) -> _Walk:
         """One walk that always takes what closes soonest."""
         path: list[int] = []
         filled: dict[int, int] = {}  # how often what was taken since the text was last closed or opened
         chosen = drawn = 0
+        until = time.thread_time() + _MOST_S
         try:
-            while len(path) < most and not matcher.is_complete():
-                forced = matcher.forced_tokens()[:1]
+            while len(path) < most and not matcher.is_complete() and time.thread_time() < until:
+                forced = (matcher.forced_tokens() or _way_out(matcher))[:1]
                 token_id = forced[0] if forced else self._next(matcher, filled)
                 if token_id is None or not matcher.accept(token_id):
-                    return _Walk(path, completes=False, is_stuck=True)
+                    return _Walk(path, completes=False, is_stuck=True, is_forced=False)
                 path.append(token_id)
                 chosen += not forced
                 drawn += not forced and token_id not in self._closing
                 if drawn > _MAX_DRAWN or chosen > _MAX_CHOSEN:
                     break
-            return _Walk(path, matcher.is_complete(), is_stuck=False)
+            return _Walk(path, matcher.is_complete(), is_stuck=False, is_forced=not chosen)
         finally:
             matcher.rollback(len(path))
 
@@ -162,7 +186,7 @@ class Closer:
         same where that leads nowhere (zeros behind `9.` where the number has to be above 9)."""
         tried: list[int] = []
         for token_id, _ in self._candidates(self._row(matcher)):
-            if filled.get(token_id, 0) < _MAX_SAME:
+            if filled.get(token_id, 0) < (_MAX_ZEROS if token_id in self._zero else _MAX_SAME):
                 break
             tried.append(token_id)
         else:
@@ -181,8 +205,9 @@ class Closer:
         at_depth: set[tuple[bytes, int]] = set()
         order = count()
         heap = [_Look(0.0, next(order), matcher, -1, ())]
+        until = time.thread_time() + _MOST_S
         for _ in range(_MAX_LOOKS):
-            if not heap:
+            if not heap or time.thread_time() > until:
                 return None
             look = heapq.heappop(heap)
             here = look.matcher.clone()
@@ -236,11 +261,13 @@ class Closer:
 
 
 class _Walk(NamedTuple):
-    """Tokens one after another; they complete the text, lead to where nothing is found to go on with, or neither."""
+    """Tokens one after another; they complete the text, lead to where nothing is found to go on with, or neither.
+    Where all were forced there is no other way."""
 
     path: list[int]
     completes: bool
     is_stuck: bool
+    is_forced: bool
 
 
 class _Start(NamedTuple):
@@ -277,6 +304,7 @@ class Steering:
         budget: tokens that the generation may have.
         distance: about how many tokens a completion of the empty text takes (`Closer.distance`); 0 if nobody knows.
         lengths: how long completions get (`Closer.lengths`).
+        behind: a completion of the constraint's start, where it begins behind reasoning.
     """
 
     def __init__(
@@ -287,10 +315,12 @@ class Steering:
         budget: int,
         distance: int,
         lengths: Lengths,
+        behind: Sequence[int] = (),
     ) -> None:
         self._closer = closer
         self._matcher = matcher
         self._lengths = lengths
+        self._behind = behind
         # From here on the text may have come so far that what is left of a completion fits into what is left.
         self._in_reach = (_STRIDE * budget - distance) // (_STRIDE - 1)
         self._path: list[int] | None = None  # a completion of the text as it is now
@@ -312,7 +342,7 @@ class Steering:
             return True
         # A search is worth its time where a completion was known and is lost, between two looks.
         search = before is None and bool(self._last)
-        found = self._closer.find(self._matcher, left, before or self._last, search=search)
+        found = self._closer.find(self._matcher, left, before or self._last, self._behind, search=search)
         if found is None and before is not None:
             self._matcher.rollback(1)
             self._path = before
@@ -322,7 +352,7 @@ class Steering:
 
     def restart(self, left: int) -> None:
         """The text went on, or the budget became smaller, in another way than `keeps` was told of."""
-        self._found(self._closer.find(self._matcher, left, self._path or self._last), left)
+        self._found(self._closer.find(self._matcher, left, self._path or self._last, self._behind), left)
 
     @property
     def instead(self) -> int | None:
@@ -336,12 +366,18 @@ class Steering:
         else:
             self._last = path
             _, rest, detour = self._lengths
-            num_free = max((left - len(path) - _CLOSE) // (detour + 1), left - rest - _CLOSE)
+            # What is found may be longer than the shortest.
+            num_free = max((left - len(path) - _CLOSE) // (detour + 1), left - max(rest, len(path)) - _CLOSE)
             self._look_at = left - max(1, int(num_free))
 
 
 def _allows(row: bytes, token_id: int) -> bool:
     return bool(row[token_id // 8] >> (token_id % 8) & 1)
+
+
+def _way_out(matcher: Matcher) -> list[int]:
+    """Tokens behind which a matcher's constraint begins; most begin at once."""
+    return matcher.way_out() if isinstance(matcher, ReasoningMatcher) else []
 
 
 def _completes(matcher: Matcher, token_ids: Sequence[int]) -> bool:

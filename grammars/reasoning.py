@@ -130,9 +130,15 @@ class ReasoningTables:
         special = self.specials.get(text)  # what is left of a marker may begin within a character
         return [*self.vocabulary.ids.get(text, ()), *([special] if special is not None else [])]
 
+    def begin_ids(self, matched: int) -> list[int]:
+        """The tokens that complete the begin marker: one of its own, if there is one."""
+        return self._completing(self.begin[matched:])
+
     def end_ids(self, matched: int) -> list[int]:
         """The tokens that complete the end marker: one of its own, if there is one."""
-        rest = self.end.text[matched:]
+        return self._completing(self.end.text[matched:])
+
+    def _completing(self, rest: bytes) -> list[int]:
         return self._ids(rest)[:1] or self.vocabulary.encode(rest)
 
     def without_overruns(self, matched: int) -> Bitmask:
@@ -278,6 +284,16 @@ class ReasoningMatcher:
             return self._grammar.tables.end_ids(self.place.matched)
         if self.place.phase is _Phase.AFTER and self._inner is not None:
             return self._inner.forced_tokens()
+        return []
+
+    def way_out(self) -> list[int]:
+        """Tokens that end the reasoning, or what has begun to be its marker and can be nothing else; the constraint
+        begins behind them. Empty where it has begun, or may begin as it is."""
+        tables, place = self._grammar.tables, self.place
+        if place.phase is _Phase.INSIDE:
+            return tables.end_ids(place.matched)
+        if place.phase is _Phase.BEFORE and not place.inner_lives:
+            return [*tables.begin_ids(place.matched), *tables.end_ids(0)]
         return []
 
     def is_complete(self) -> bool:

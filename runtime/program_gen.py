@@ -10,9 +10,8 @@ from collections.abc import Callable
 from functools import partial
 
 from sgl.errors import EmptyPrompt
-from sgl.grammars.closing import Closer, Steering
 from sgl.grammars.formats import message_parser, reasoning_format
-from sgl.grammars.matcher import CompiledGrammar, Matcher
+from sgl.grammars.matcher import CompiledGrammar
 from sgl.grammars.partial_json import open_pointer
 from sgl.grammars.reasoning import ReasoningGrammar
 from sgl.grammars.spec import JsonSchema
@@ -68,7 +67,7 @@ class Drawing:
         matcher = grammar.matcher() if grammar is not None else None
         steering = None
         if grammar is not None and matcher is not None:
-            steering = _steering(services.compiler.closer, grammar, matcher, new_tokens)
+            steering = services.compiler.closer.steering(grammar, matcher, new_tokens)
         self._generation = Generation(
             sampling,
             services.tokenizer,
@@ -208,13 +207,3 @@ class Drawing:
 
     def release(self) -> None:
         """Nothing: its sequence is the branch's."""
-
-
-def _steering(closer: Closer, grammar: CompiledGrammar, matcher: Matcher, budget: int) -> Steering | None:
-    """What keeps a constrained text within its budget; a reasoning without a constraint behind it needs none."""
-    if not isinstance(grammar, ReasoningGrammar):
-        return closer.steering(grammar, matcher, budget)
-    if grammar.inner is None:
-        return None
-    start = grammar.completion(closer.start(grammar.inner))
-    return Steering(closer, matcher, start, budget, closer.distance(grammar.inner), closer.lengths(grammar))

@@ -135,6 +135,7 @@ class Report:
         grammar = self.compiler.compile(constraint)
         matcher = grammar.matcher()
         steering = self.compiler.closer.steering(grammar, matcher, BUDGET)
+        assert steering is not None
         bitmask = allocate_bitmask(1, self._vocab_size)
         written: list[int] = []
         while len(written) < BUDGET and matcher.stop_reason() is StopReason.NOT_STOPPED:

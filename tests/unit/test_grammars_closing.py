@@ -23,6 +23,7 @@ from sgl.grammars.closing import Steering
 from sgl.grammars.compiler import GrammarCompiler
 from sgl.grammars.lengths import lengths_of
 from sgl.grammars.matcher import Matcher, StopReason, allocate_bitmask, bitmask_to_bool
+from sgl.grammars.reasoning import Reasoning
 from sgl.grammars.spec import Choices, Constraint, Ebnf, JsonSchema, Regex, canonical_schema, structural_tag
 from sgl.lang.graph import Gen, Graph, LiteralText, ProgramOptions, Sampling, Text, ValueEvent
 
@@ -89,8 +90,9 @@ def test_what_is_longer_than_asked_for_is_not_found() -> None:
     assert COMPILER.closer.start(grammar) is COMPILER.closer.start(grammar, 9), "looked for once"
 
 
-def draw(matcher: Matcher, steering: Steering, budget: int, rng: random.Random) -> tuple[list[int], int]:
+def draw(matcher: Matcher, steering: Steering | None, budget: int, rng: random.Random) -> tuple[list[int], int]:
     """What a model of random logits writes, and how many of its tokens were replaced."""
+    assert steering is not None
     bitmask = allocate_bitmask(1, WORLD.vocab_size)
     written: list[int] = []
     num_replaced = 0
@@ -162,6 +164,22 @@ def test_a_long_branch_is_not_begun_where_its_rest_does_not_fit(backend: str) ->
     assert len(lengths) > 5, "the long branch is taken where it fits"
 
 
+@pytest.mark.parametrize("begun", ["", "<thi", "<think>", "<think>so</th"])
+def test_reasoning_ends_in_time_for_what_follows_it(begun: str) -> None:
+    grammar = COMPILER.after_reasoning(Reasoning("<think>", "</think>"), COMPILER.compile(BRANCHES))
+    for budget in (30, 41, 90, 200):
+        matcher = grammar.matcher()
+        steering = COMPILER.closer.steering(grammar, matcher, budget)
+        assert steering is not None
+        begin = WORLD.encode(begun)
+        for place, token_id in enumerate(begin):
+            assert matcher.accept(token_id)
+            assert steering.keeps(token_id, budget - place - 1)
+        written, _ = draw(matcher, steering, budget - len(begin), random.Random(budget))
+        assert len(written) <= budget - len(begin)
+        assert matcher.is_complete()
+
+
 def test_nothing_is_looked_for_while_whatever_is_left_would_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     grammar = COMPILER.compile(BRANCHES)
     COMPILER.closer.start(grammar)
@@ -178,7 +196,10 @@ def test_nothing_is_looked_for_while_whatever_is_left_would_fit(monkeypatch: pyt
 
 def test_numbers_end_where_more_digits_could_follow_and_go_on_where_zeros_lead_nowhere() -> None:
     above_nine = {"type": "number", "exclusiveMinimum": 9, "maximum": 11}
-    for items, begun, longest in [({"type": "number"}, "[1", 3), (above_nine, "[9", 8), (above_nine, "[9.0", 7)]:
+    thousands = {"type": "integer", "multipleOf": 10_000}
+    for items, begun, longest in [
+        ({"type": "number"}, "[1", 3), (above_nine, "[9", 12), (above_nine, "[9.0", 11), (thousands, "[1", 7)
+    ]:  # fmt: skip
         matcher = COMPILER.compile(schema({"type": "array", "items": items, "minItems": 2})).matcher()
         for token_id in WORLD.encode(begun):
             assert matcher.accept(token_id)
