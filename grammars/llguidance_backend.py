@@ -50,6 +50,8 @@ from sgl.grammars.structural_tag import parse as parse_tag
 from sgl.limits import Limits
 
 NAME = "llguidance"
+MAX_FORCED = 1024
+"""Forced tokens that are told at once."""
 
 _WHITESPACE: dict[str, dict[str, Any]] = {
     "compact": {"whitespace_flexible": False},
@@ -370,6 +372,13 @@ class _State(NamedTuple):
     is_complete: bool
 
 
+class _Forced(NamedTuple):
+    """A run of forced tokens, and how many of them were consumed."""
+
+    ids: list[int]
+    num_taken: int = 0
+
+
 class LLGuidanceMatcher(EngineMatcher):
     """Follows one sequence through `llguidance.LLMatcher`."""
 
@@ -377,7 +386,8 @@ class LLGuidanceMatcher(EngineMatcher):
         super().__init__(backend.vocabulary, num_tokens, num_eos)
         self._backend = backend
         self._library = inner
-        self._forced: list[int] | None = None
+        self._forced: _Forced | None = None
+        self._left: _Forced | None = None  # of the forced ones, behind the token that was just consumed
         self._state: _State | None = None
 
     @staticmethod
@@ -418,7 +428,8 @@ class LLGuidanceMatcher(EngineMatcher):
         """See `Matcher.forced_tokens`."""
         if self._num_eos:
             return []
-        return list(self._forced_here())
+        ids, taken = self._forced_here()
+        return ids[taken : taken + MAX_FORCED]
 
     def is_complete(self) -> bool:
         """See `Matcher.is_complete`."""
@@ -448,14 +459,21 @@ class LLGuidanceMatcher(EngineMatcher):
         return str(self._library.get_error()) if self._library.is_error() else ""
 
     def _consume(self, token_id: int) -> bool:
-        return self._is_allowed(token_id) and bool(self._library.try_consume_tokens([token_id]) == 1)
+        if not self._is_allowed(token_id) or self._library.try_consume_tokens([token_id]) != 1:
+            return False
+        if self._forced is not None:
+            ids, taken = self._forced
+            # The run is as long as the text that is forced: asking for the rest at each token would be quadratic.
+            if taken + 1 < len(ids) and ids[taken] == token_id:
+                self._left = _Forced(ids, taken + 1)
+        return True
 
     def _take_back(self, num_tokens: int) -> None:
         self._library.rollback(num_tokens)
 
     def _moved(self) -> None:
         super()._moved()
-        self._forced = self._state = None
+        self._forced, self._left, self._state = self._left, None, None
 
     def _here(self) -> _State:
         """The library's state of this position, asked for once."""
@@ -466,11 +484,12 @@ class LLGuidanceMatcher(EngineMatcher):
             self._state = _State(is_stopped, is_error, not is_error and library.is_accepting())
         return self._state
 
-    def _forced_here(self) -> list[int]:
+    def _forced_here(self) -> _Forced:
+        state = self._here()
+        if state.is_stopped or state.is_complete:
+            return _Forced([])
         if self._forced is None:
-            state = self._here()
-            is_free = state.is_stopped or state.is_complete
-            self._forced = [] if is_free else list(self._library.compute_ff_tokens())
+            self._forced = _Forced(list(self._library.compute_ff_tokens()))
         return self._forced
 
     def _is_allowed(self, token_id: int) -> bool:
@@ -483,8 +502,8 @@ class LLGuidanceMatcher(EngineMatcher):
             return bool(row[token_id // 32] >> (token_id % 32) & 1)
         if self._here().is_error:
             return False
-        forced = self._forced_here()
-        return not forced or forced[0] == token_id
+        ids, taken = self._forced_here()
+        return not ids or ids[taken] == token_id
 
     def _compute_row(self) -> Bitmask:
         rows = np.zeros((1, self._backend.num_words), dtype=np.int32)

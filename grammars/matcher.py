@@ -54,7 +54,8 @@ class Matcher(MaskSource, Protocol):
         """An independent matcher in the same state."""
 
     def forced_tokens(self) -> list[int]:
-        """Tokens that must come next in the canonical tokenization; empty when there is a choice. No change."""
+        """Tokens that must come next in the canonical tokenization, the first of them where there are very many; empty
+        when there is a choice. No change."""
 
     def is_complete(self) -> bool:
         """Whether the accepted text is a full match (more may still follow)."""

@@ -14,6 +14,7 @@ from support import matcher_conformance as conformance
 from sgl.errors import InvalidConstraint
 from sgl.grammars.choices import ChoicesGrammar, Vocabulary
 from sgl.grammars.compiler import GrammarCompiler
+from sgl.grammars.llguidance_backend import MAX_FORCED
 from sgl.grammars.matcher import CompiledGrammar, Matcher, StopReason, allocate_bitmask, bitmask_to_bool, prepare
 from sgl.grammars.spec import Choices, Constraint, JsonSchema, Regex
 
@@ -176,6 +177,33 @@ def test_numbers_are_bounded() -> None:
         ["1" * 32, "-2.2250738585072014e-308", "1E+99"],
         ["1" * 40, "1e1001", "1e100", "1e-1000", "1.5E-00001"],
     )
+
+
+def test_a_long_forced_text_is_asked_for_once() -> None:
+    """Asking at each token for all that is left would be quadratic: a constant of 16,000 characters took a minute."""
+    matcher = COMPILER.compile(Regex("x(ab){3000}c?")).matcher()
+    asked = 0
+
+    class Counted:
+        def __init__(self, library: Any) -> None:
+            self.library = library
+
+        def __getattr__(self, name: str) -> Any:
+            nonlocal asked
+            asked += name == "compute_ff_tokens"
+            return getattr(self.library, name)
+
+    matcher._library = Counted(matcher._library)  # type: ignore[attr-defined]
+    for taken in range(600):
+        forced = matcher.forced_tokens()
+        if taken % 100 == 0:
+            fresh = matcher.clone().forced_tokens()
+            assert forced[:100] == fresh[:100]
+        assert len(forced) <= MAX_FORCED
+        assert matcher.accept(forced[0])
+    assert asked == 1
+    matcher.rollback(600)
+    assert matcher.forced_tokens()[:1] == WORLD.encode("x")
 
 
 def test_forced_text_is_canonical() -> None:
