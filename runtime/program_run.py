@@ -76,6 +76,9 @@ from sgl.runtime.services import Services
 from sgl.runtime.text.template import template_clock
 from sgl.runtime.text.transcript import Transcript
 
+MOST_NODES = 2000
+"""Nodes of a program that are executed in one go, some 50 ms: then it is the turn of others."""
+
 
 class ProgramRun:
     """Executes the fragments of one program.
@@ -99,6 +102,7 @@ class ProgramRun:
         self._namespace = CacheKey(salt=options.cache_salt, program=id if services.config.disable_radix_cache else None)
         self._work: dict[int, Drawing | OptionScoring] = {}  # by sequence
         self._depth = 0
+        self._num_pauses = 0
         self._finish = False
         self._usage = Usage()
         self._next_uses: dict[int, float | None] | None = None  # by sequence; made when asked for
@@ -219,11 +223,16 @@ class ProgramRun:
         self._next_uses = None
         ready = deque(sorted(branches))
         self._depth += 1
-        while ready and not self.ended:
+        left = MOST_NODES
+        while ready and left and not self.ended:
             branch = self._branches.get(ready.popleft())
             if branch is None:
                 continue
             while branch.queue and not branch.busy and not self.ended:
+                if not left:
+                    ready.append(branch.id)
+                    break
+                left -= 1
                 node = branch.queue[0]
                 self._failed_at = (None, None) if isinstance(node, Read) else (node.id, branch.id)
                 try:
@@ -237,8 +246,16 @@ class ProgramRun:
                 ready.extend(born)
             ready.extend(self._flow.woken_by(branch))
         self._depth -= 1
+        if ready and not self.ended:  # others have their turn in between
+            self._num_pauses += 1
+            self._services.run_job(tuple, partial(self._go_on, tuple(ready)), small=False)
         if self._depth == 0:  # a job that ran at once advances from within: whoever called it is not done yet
             self._maybe_finish()
+
+    def _go_on(self, branches: Sequence[int], result: object, error: SglError | None) -> None:
+        """A pause is over."""
+        self._num_pauses -= 1
+        self._advance(branches)
 
     def _execute(self, branch: Branch, node: Node | Read) -> Sequence[int] | None:
         """Run one node; the branches that it gave something to do, or `None` when it has to wait.
@@ -459,7 +476,7 @@ class ProgramRun:
         return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little") >> 1
 
     def _maybe_finish(self) -> None:
-        if self.ended or any(branch.busy for branch in self._branches.values()):
+        if self.ended or self._num_pauses or any(branch.busy for branch in self._branches.values()):
             return
         for branch in self._branches.values():
             if branch.queue:  # nothing runs that could ever let it go on

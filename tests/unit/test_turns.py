@@ -32,7 +32,7 @@ from sgl.lang.graph import (
     ValueEvent,
     Var,
 )
-from sgl.runtime import branch, program_text
+from sgl.runtime import branch, program_run, program_text
 from sgl.runtime.text.template import ChatTemplate
 from sgl.runtime.text.transcript import TURN_LEN, Transcript
 
@@ -258,3 +258,38 @@ def test_streamed_pieces_are_read_once(rig: Rig, monkeypatch: pytest.MonkeyPatch
     begin(rig, nodes)
     assert "".join(event.text for event in rig.of(1, TextEvent)) == "abcd" * 200
     assert sum(read) < 3 * 4 * 200
+
+
+def test_a_program_of_many_nodes_lets_others_in_between(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(program_run, "MOST_NODES", 100)
+    rig.core._executor = held = Held()
+    nodes: list[Node] = [Fork(id=0, children=(1,))]
+    for id in range(1, 500, 2):
+        texts = Text(id=id, branch=id // 2 % 2, segments=(LiteralText("ab"),))
+        nodes += [texts, Mark(id=id + 1, branch=id // 2 % 2, label="m")]
+    nodes.append(Gen(id=1000, name="x", sampling=Sampling(max_new_tokens=1, ignore_eos=True)))
+    begin(rig, nodes)
+    rig.core.open(2, ProgramOptions())
+    rig.core.submit(2, Graph(nodes=tuple(conversation(1))), finish=True)
+    rig.run()
+    assert len(rig.of(2, DoneEvent)) == 1
+    assert not rig.of(1, DoneEvent)
+    while held.run_one():
+        rig.run()
+        rig.core.step()
+    rig.run()
+    assert held.num_done == 5
+    (value,) = rig.of(1, ValueEvent)
+    assert value.usage.prompt_tokens == 250
+    assert len(rig.of(1, DoneEvent)) == 1
+
+
+def test_a_program_is_cancelled_in_between(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(program_run, "MOST_NODES", 10)
+    rig.core._executor = held = Held()
+    begin(rig, [Text(id=id, segments=(LiteralText("a"),)) for id in range(50)])
+    rig.core.cancel(1)
+    assert held.run_one()
+    rig.core.step()
+    assert not held.run_one()
+    assert rig.core.snapshot().num_programs == 0
