@@ -350,9 +350,12 @@ class Steering:
         self._found(found, left)
         return True
 
-    def restart(self, left: int) -> None:
-        """The text went on, or the budget became smaller, in another way than `keeps` was told of."""
-        self._found(self._closer.find(self._matcher, left, self._path or self._last, self._behind), left)
+    def restart(self, left: int) -> bool:
+        """The text went on, or the budget became smaller, in another way than `keeps` was told of: whether a completion
+        of at most `left` tokens is found."""
+        path = self._closer.find(self._matcher, left, self._path or self._last, self._behind)
+        self._found(path, left)
+        return path is not None
 
     @property
     def instead(self) -> int | None:

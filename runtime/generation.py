@@ -232,9 +232,22 @@ class Generation:
             self.failed = (ConstraintDeadEnd.code, f"token {entry.token_id} does not begin with {seam.text!r}")
             self._end("stop", None)
             return None
-        if self._steering is not None:
-            self._steering.restart(self.max_new_tokens - 1)
+        if self._steering is not None and not self._steering.restart(self.max_new_tokens - 1):
+            entry = self._take_text_alone(seam, entry, self._steering)
         return self._take_accepted(entry)
+
+    def _take_text_alone(self, seam: Seam, entry: TokenLogprob, steering: Steering) -> TokenLogprob:
+        """What is taken over the seam where nothing fits behind `entry`: the text's own token, if that helps."""
+        rest, left = seam.rests[entry.token_id], self.max_new_tokens - 1
+        if rest is None or self.matcher is None:
+            return entry
+        self.matcher.rollback(1)
+        if steering.restart(left):
+            self._unscored.append(0)
+            return TokenLogprob(seam.token_id, None)
+        self.matcher.accept(rest)
+        steering.restart(left)
+        return entry
 
     def _take_instead(self, steering: Steering) -> int | None:
         """Go on with the token that leads to the end of the text; end the output where the text is complete."""

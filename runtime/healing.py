@@ -23,14 +23,15 @@ class Seam:
     """What may be drawn at a seam.
 
     Args:
-        text: of the token that is drawn anew, which the drawn token begins with.
+        text: of the token that is drawn anew (`token_id`), which the drawn token begins with.
         rests: token that may be drawn -> the token of what it has after `text`, which the constraint sees; `None` when
             that is nothing, or when there is no constraint.
         vocab_size: of the tokenizer.
     """
 
-    def __init__(self, text: str, rests: Mapping[int, int | None], vocab_size: int) -> None:
+    def __init__(self, text: str, token_id: int, rests: Mapping[int, int | None], vocab_size: int) -> None:
         self.text = text
+        self.token_id = token_id
         self.rests = rests
         self._row: Bitmask = row_of(rests, vocab_size)
 
@@ -75,7 +76,7 @@ def find_seam(tokenizer: Tokenizer, token_ids: Sequence[int], grammar: CompiledG
         allowed = bitmask_to_bool(row, tokenizer.vocab_size)[0]
         found = ((token_id, index.ids.get(rest)) for token_id, rest in longer)
         rests = {token_id: rest for token_id, rest in found if rest is not None and allowed[rest]}
-    return Seam(text, {token_ids[-1]: None, **rests}, tokenizer.vocab_size) if rests else None
+    return Seam(text, token_ids[-1], {token_ids[-1]: None, **rests}, tokenizer.vocab_size) if rests else None
 
 
 class _Index:

@@ -107,6 +107,17 @@ def test_the_constraint_begins_at_the_seam() -> None:
         assert run("sea", Regex("b?c{2}(d|e)*f"), n=budget)[0].value.endswith("f")
 
 
+def test_a_token_over_the_seam_after_which_nothing_fits_is_the_texts_own() -> None:
+    constraint = Regex("rue[0-9]{9}|x")
+    (long,) = WORLD.encode("tr")
+    for budget, begins in [(2, "x"), (6, "x"), (12, "rue")]:
+        event, _ = run("say t", constraint, n=budget, logit_bias=((long, 100.0),), return_logprob=True)
+        assert event.value.startswith(begins)
+        assert event.truncated_at is None
+        assert [entry.token_id for entry in event.logprobs] == list(event.token_ids)
+        assert all(entry.logprob is not None for entry in event.logprobs)
+
+
 def test_a_stop_inside_the_first_token_leaves_the_text_before_whole() -> None:
     for stop in ("r", "ru", "u", "e"):
         event, rig = run("say t", Regex("r?u?e?xyz"), n=12, stop=(stop,))
