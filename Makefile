@@ -28,20 +28,24 @@ $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
 	  echo "sgl needs Python 3.11 or newer; '$(PYTHON)' is $$($(PYTHON) --version 2>&1). Try: make PYTHON=python3.12 <target>" >&2; \
 	  exit 1; }
+	@echo "Setting up $(VENV), once (2.2 GB, and more with PyPI's CUDA build of torch)." >&2
 	@$(PYTHON) -m venv --clear $(VENV) || { \
 	  echo "'$(PYTHON) -m venv' failed. On Debian and Ubuntu install the package python3-venv, then run make again." >&2; \
 	  exit 1; }
-	@echo "Setting up $(VENV), once: torch and a few smaller packages are fetched, which takes a while." >&2
 	@# Modules are compiled when they are imported: most of torch and transformers never is.
-	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) \
+	@echo "Installing sgl with the pinned versions of constraints.txt: some minutes." >&2
+	@$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) \
 	  --editable '.[dev]'
 	@# instructor, which tests talk to the server with, bounds jiter and rich below what openai wants, and works with these.
-	$(BIN)/python -m pip install --quiet --no-compile --no-deps instructor==1.17.0
+	@echo "Installing instructor, for tests." >&2
+	@$(BIN)/python -m pip install --quiet --no-compile --no-deps instructor==1.17.0
 	@touch $@
 
 demo: $(READY)
-	$(BIN)/sgl doctor --build >/dev/null
-	$(BIN)/sgl run tutorials/00_tour.py
+	@echo "Compiling the native CPU kernels, unless they are there." >&2
+	@$(BIN)/sgl doctor --build >/dev/null
+	@echo "Running tutorials/00_tour.py; the first time, it fetches the embedded model (98 MB)." >&2
+	@$(BIN)/sgl run tutorials/00_tour.py
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -16,6 +16,9 @@ def title(text):
     print(f"\n== {text}")
 
 
+print("The embedded model has 135 million parameters, which is tiny: its answers have the form asked for, and little truth.")
+
+
 # 1. Chat turns. A program is a function whose first parameter is the prompt it writes. `+=` appends; `gen` asks the
 #    model to continue, and `s["name"]` reads what came back. The model's own chat template renders the roles.
 
