@@ -22,6 +22,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, BinaryIO
 
 from sgl.environment import inherited
@@ -29,6 +30,7 @@ from sgl.errors import InternalError
 
 START_S = 120.0
 """Longest wait for the process to be ready: it may import torch."""
+_NICENESS = 10
 
 
 class Helper:
@@ -79,6 +81,9 @@ class Helper:
             env=inherited(OMP_NUM_THREADS="1"),
         )
         self._finalizer = weakref.finalize(self, _end_process, self._process)
+        with suppress(ProcessLookupError):  # it died at once, which the first exchange finds
+            # Steps of the model go before, from its first instruction on: imports are most of a short life.
+            os.setpriority(os.PRIO_PROCESS, self._process.pid, min(19, os.nice(0) + _NICENESS))
         if self._exchange(self._first, START_S) is None:
             self._end()
             raise InternalError(f"the process {self._module} did not start", hint="see `sgl doctor`")
@@ -161,7 +166,6 @@ def serve(make: Callable[[dict[str, Any]], Callable[[dict[str, Any]], dict[str, 
     """
     first = _read(sys.stdin.buffer)
     if first is not None:
-        os.nice(10)  # steps of the model go before
         answer = make(first)
         _bound_memory(int(first["max_bytes"]))
         _write({"ready": True})

@@ -78,6 +78,8 @@ from sgl.runtime.step_log import StepLog
 from sgl.runtime.watchdog import Watchdog
 
 _JOB_THREADS = 4
+_SWITCH_S = 0.0005
+"""How long a job may hold Python's lock while the step loop waits for it, which it does several times in a step."""
 """More than one, so that a constraint that compiles for seconds does not hold up the texts behind it."""
 
 log = logging.getLogger("sgl.worker")
@@ -376,6 +378,7 @@ def main(folder: str, pipe: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # a message on a terminal that stops background writers
     _exit_with_parent(pipe, folder)
+    sys.setswitchinterval(_SWITCH_S)
     try:
         stacks = (Path(folder) / rendezvous.STACKS).open("wb", buffering=0)
     except FileNotFoundError:  # the client was interrupted while it started this process, and has taken the folder away

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import gc
 import logging
 import os
 import signal
@@ -34,6 +35,8 @@ log = logging.getLogger("sgl.server")
 
 _WATCH_S = 0.5
 """Between two looks at the worker."""
+_SWITCH_S = 0.0005
+"""How long a thread that reads a body may hold Python's lock while the event loop waits for it."""
 _CUT = Draining("the server ended before this request did", hint="send it to another one, or raise --drain")
 
 
@@ -144,6 +147,8 @@ class WebServer(UvicornServer):
 async def _run(server: Server, listener: socket.socket | None, say: Callable[[str], None]) -> int:
 
     def started() -> None:
+        gc.freeze()  # what is there now stays: collections need not look at it again
+        sys.setswitchinterval(_SWITCH_S)
         for line in _told(server, listener):
             say(line)
 
