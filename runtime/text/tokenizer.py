@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 import tokenizers
-from tokenizers import pre_tokenizers
+from tokenizers import decoders, pre_tokenizers
 
 from sgl.errors import CorruptModel, InvalidParameter, UnsupportedModel
 from sgl.limits import DEFAULT_LIMITS, Limits
@@ -116,6 +116,7 @@ class Tokenizer:
         self._token_bytes: Callable[[int], bytes] = known.__getitem__
         self._special_ids = frozenset(specials)
         self._inner = _without_first_space(backend)
+        self._joins_words = isinstance(backend.decoder, decoders.WordPiece)
 
     # --- where tokenizers come from ---------------------------------------------------------------------------------
 
@@ -335,7 +336,10 @@ class Tokenizer:
         return b"" if skip_special_tokens and token_id in self._special_ids else self._token_bytes(token_id)
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
-        """Text of tokens; bytes that are not UTF-8 become U+FFFD."""
+        """Text of tokens; bytes that are not UTF-8 become U+FFFD. Where tokens are words and their parts (WordPiece),
+        none has its space in itself, and the text is that of all of them together."""
+        if self._joins_words:
+            return str(self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens))
         read = self.token_bytes if skip_special_tokens else self._token_bytes
         return b"".join(map(read, ids)).decode("utf-8", "replace")
 

@@ -194,3 +194,12 @@ def test_continuations_equal_encoding_each_whole() -> None:
         whole, each = tokenizer.encode_continuations(pieces, options)
         assert whole == tokenizer.encode_pieces(pieces)
         assert each == [tokenizer.encode_pieces((*pieces, Piece(option))) for option in options]
+
+
+def test_word_pieces_are_joined_as_words() -> None:
+    words = ["[UNK]", "hello", "world", "token", "##in", "is"]
+    backend = Backend(models.WordPiece({word: id for id, word in enumerate(words)}, unk_token="[UNK]"))
+    backend.decoder = decoders.WordPiece()
+    tokenizer = Tokenizer(backend)
+    assert tokenizer.decode([1, 2]) == "hello world"
+    assert tokenizer.decode([3, 4, 5]) == "tokenin is"
