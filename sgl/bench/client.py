@@ -27,6 +27,7 @@ class Failure(msgspec.Struct):
     """An error in a stream."""
 
     code: str | int | None = None
+    message: str = ""
 
 
 class Chunk(msgspec.Struct):
@@ -38,12 +39,14 @@ class Chunk(msgspec.Struct):
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """One request: when its pieces came (seconds from sending), how many tokens it had, or what was wrong."""
+    """One request: when its pieces came (seconds from sending), how many tokens it had, or what was wrong and what
+    the server said of it."""
 
     pieces_s: tuple[float, ...]
     end_s: float
     tokens: int
     error: str = ""
+    said: str = ""
 
 
 class Client:
@@ -84,18 +87,20 @@ class Client:
         try:
             connection = self._idle.pop() if self._idle else await self._connect()
             status = await connection.send(head + data)
-            tokens, error = 0, "" if status == 200 else f"status {status}"
+            tokens, error, said = 0, "" if status == 200 else f"status {status}", ""
             if status == 200 and body.get("stream"):
                 async for chunk in connection.events():
                     if chunk.error is not None:
-                        error = str(chunk.error.code)
+                        error, said = str(chunk.error.code), chunk.error.message
                     if chunk.usage is not None:
                         tokens = chunk.usage.completion_tokens
                     if chunk.choices:
                         pieces.append(time.perf_counter() - start)
             else:
                 whole = b"".join([each async for each in connection.body()])
-                if status == 200:
+                if error:
+                    said = _message(whole)
+                else:
                     tokens = msgspec.json.decode(whole, type=_Whole).usage.completion_tokens
         except (OSError, EOFError, ValueError, msgspec.DecodeError) as failed:
             if connection is not None:
@@ -105,10 +110,26 @@ class Client:
             self._idle.append(connection)
         else:
             connection.close()
-        return Answer(tuple(pieces), time.perf_counter() - start, 0 if error else tokens, error)
+        return Answer(tuple(pieces), time.perf_counter() - start, 0 if error else tokens, error, said)
 
     async def _connect(self) -> _Connection:
         return _Connection(*await asyncio.open_connection(self._host, self._port, ssl=self._ssl))
+
+
+def _message(body: bytes) -> str:
+    """What an answer says of its error."""
+    try:
+        return msgspec.json.decode(body, type=_Refusal).error.message
+    except msgspec.DecodeError:
+        return ""
+
+
+class _Told(msgspec.Struct):
+    message: str
+
+
+class _Refusal(msgspec.Struct):
+    error: _Told
 
 
 class _Whole(msgspec.Struct):

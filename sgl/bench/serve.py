@@ -130,7 +130,7 @@ class ServeReport(msgspec.Struct, frozen=True, kw_only=True):
         good: requests that kept the objectives; without any, all that succeeded.
         token_s: of each request the mean time between two tokens (TPOT); `piece_s` are the single times between two
             pieces of any request (ITL), of which a stall is one.
-        errors: how often each was met.
+        errors: how often each was met; `first_error` is the first one with what the server said of it.
     """
 
     url: str
@@ -140,6 +140,7 @@ class ServeReport(msgspec.Struct, frozen=True, kw_only=True):
     succeeded: int
     good: int
     errors: dict[str, int]
+    first_error: str
     requests_per_s: float
     input_tokens_per_s: float
     output_tokens_per_s: float
@@ -293,6 +294,7 @@ def report_of(
         succeeded=len(right),
         good=good,
         errors=errors,
+        first_error=next((": ".join(filter(None, (each.error, each.said))) for each in answers if each.error), ""),
         requests_per_s=len(right) / seconds,
         input_tokens_per_s=len(right) * load.prompt_tokens / seconds,
         output_tokens_per_s=sum(answer.tokens for answer in right) / seconds,

@@ -14,7 +14,7 @@ from sgl.cli.bench import Model, Save, bench, fetched, output, write_report
 from sgl.cli.console import Json, guarded, say, show_table
 from sgl.cli.options import engine_options
 from sgl.environment import parse_option, read, variable_of
-from sgl.errors import ConfigError
+from sgl.errors import BenchError, ConfigError
 
 if TYPE_CHECKING:
     from sgl.bench.attacks import Attacked, AttackReport
@@ -126,7 +126,7 @@ def serve(
         if done % every == 0:
             say(f"{done} of {requests} answered")
 
-    with nullcontext(url.rstrip("/")) if url is not None else own_server(fields) as asked:
+    with nullcontext(url.rstrip("/").removesuffix("/v1")) if url is not None else own_server(fields) as asked:
         report = measure(
             asked,
             load,
@@ -137,6 +137,8 @@ def serve(
         )
     if output(report, as_json, save):
         show(report)
+    if not report.succeeded:
+        raise BenchError(f"all {requests} requests failed: {report.first_error}", hint="nothing was measured")
 
 
 def _key_in_environment() -> str | None:
