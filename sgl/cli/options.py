@@ -62,7 +62,7 @@ def parameters_of(config: type[msgspec.Struct], panel: str) -> list[inspect.Para
             raise TypeError(f"field {field.name} is {kind}; teach sgl.cli.options to parse it")
         option = typer.Option(
             *names,
-            help=f"{_description(hints[field.name])} [default: {default}; {variable_of(field.name)}]",
+            help=_help(_description(hints[field.name]), default, variable_of(field.name)),
             show_default=False,
             rich_help_panel=panel,
         )
@@ -72,6 +72,12 @@ def parameters_of(config: type[msgspec.Struct], panel: str) -> list[inspect.Para
             )
         )
     return parameters
+
+
+def _help(description: str, default: str, variable: str) -> str:
+    """A description with its default, which it may tell itself, and the variable."""
+    text, said, own = description.partition(" [default: ")
+    return f"{text} [default: {own.removesuffix(']') if said else default}; {variable}]"
 
 
 def _default_text(default: Any) -> str:
