@@ -324,6 +324,15 @@ def decode(data: bytes) -> Graph:
     return graph
 
 
+def lone_surrogate(error: UnicodeEncodeError) -> InvalidParameter:
+    """The error of text in a graph, or beside it, that is not Unicode and so cannot be sent."""
+    return InvalidParameter(
+        f"text has a lone surrogate at character {error.start}",
+        hint="decode the input with errors='replace' before passing it on",
+        param="text",
+    )
+
+
 def to_json(graph: Graph) -> bytes:
     """A graph as JSON text, the portable file form."""
     return msgspec.json.encode(graph)

@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeAlias
 import msgspec
 
 from sgl.errors import ErrorInfo, InternalError, InvalidParameter
-from sgl.lang.graph import PROTOCOL, Event, Graph, ProgramOptions, StateText
+from sgl.lang.graph import PROTOCOL, Event, Graph, ProgramOptions, StateText, lone_surrogate
 from sgl.runtime.config import RuntimeOverride
 
 
@@ -307,11 +307,7 @@ def pack(message: ToWorker | ToClient) -> bytes:
     try:
         return _encoder.encode(message)
     except UnicodeEncodeError as error:
-        raise InvalidParameter(
-            f"text has a lone surrogate at character {error.start}",
-            hint="decode the input with errors='replace' before passing it on",
-            param="text",
-        ) from None
+        raise lone_surrogate(error) from None
     except OverflowError:
         raise InvalidParameter("a number does not fit 64 bits", hint="pass a smaller one") from None
     except TypeError as error:

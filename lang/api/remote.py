@@ -27,7 +27,7 @@ from sgl.lang.graph import (
     Graph,
     ProgramOptions,
     StateText,
-    to_json,
+    lone_surrogate,
 )
 
 if TYPE_CHECKING:
@@ -40,12 +40,12 @@ class RemoteEngine:
     """A backend over an sgl server (`sgl serve`).
 
     Args:
-        url: of the server, as `http://127.0.0.1:30000`.
+        url: of the server, as `http://127.0.0.1:30000`; a `/v1` at its end, as OpenAI's clients have it, is left out.
         api_key: of the server, where it has keys.
         timeout_s: for the answers that are no programs; a program takes as long as it takes (`deadline_s` bounds it).
 
     Raises:
-        ConfigError: the URL is none.
+        ConfigError: the URL is none, or no header can carry the key.
 
     Example:
         >>> import sgl
@@ -59,7 +59,11 @@ class RemoteEngine:
     def __init__(self, url: str, *, api_key: str | None = None, timeout_s: float = 60.0) -> None:
         if not isinstance(url, str) or not url.startswith(("http://", "https://")):
             raise ConfigError(f"url is {url!r}; expected http://HOST:PORT", param="url")
-        self.url = url.rstrip("/")
+        if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
+            raise ConfigError(
+                "api_key has characters that a header cannot carry", hint="give the server's own key", param="api_key"
+            )
+        self.url = url.rstrip("/").removesuffix("/v1")
         self._timeout_s = timeout_s
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._thread = _Loop()
@@ -206,7 +210,7 @@ class RemoteSession:
         Raises:
             SglError: the program cannot be sent.
         """
-        body = {"graph": msgspec.Raw(to_json(graph)), "finish": finish}
+        body = {"graph": graph, "finish": finish}
         with self._lock:
             if self._begun:
                 self._later(self._post("POST", "/fragments", _encoded(body)))
@@ -336,7 +340,10 @@ def error_in(status: int, body: bytes) -> SglError:
 
 
 def _encoded(body: Mapping[str, Any]) -> bytes:
-    return msgspec.json.encode(body)
+    try:
+        return msgspec.json.encode(body)
+    except UnicodeEncodeError as error:
+        raise lone_surrogate(error) from None
 
 
 class _Loop:
