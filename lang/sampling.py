@@ -252,6 +252,7 @@ _ALIASES = {
     "min_tokens": "min_new_tokens",
     "max_thinking_tokens": "max_reasoning_tokens",
     "thinking_budget": "max_reasoning_tokens",
+    "sampling_seed": "seed",
 }
 
 
@@ -362,7 +363,7 @@ def sampling_values(given: Mapping[str, Any]) -> dict[str, Any]:
     for key, value in given.items():
         name = _ALIASES.get(key, key)
         if name not in names:
-            near = difflib.get_close_matches(str(name), names, n=1)
+            near = difflib.get_close_matches(str(name), (*names, *_ALIASES), n=1)
             raise InvalidParameter(
                 f"unknown sampling parameter {_shown(key)}",
                 hint=f"did you mean {near[0]!r}?" if near else "",
@@ -381,7 +382,7 @@ def sampling_from_mapping(given: Mapping[str, Any], base: Sampling | None = None
 
     Numbers may be of any kind that is one (numpy's, too); they are stored as Python's. A single `stop`, `stop_regex` or
     id stands for a list of one; `logit_bias` is a mapping, `custom_params` any JSON value. `max_tokens` is accepted for
-    `max_new_tokens`, `min_tokens` for `min_new_tokens`.
+    `max_new_tokens`, `min_tokens` for `min_new_tokens`, `sampling_seed` for `seed`.
 
     Raises:
         InvalidParameter: an unknown name (with the nearest known one), a wrong type, or a value out of range.

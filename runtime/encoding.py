@@ -197,5 +197,6 @@ def generates_nothing(architecture: Any) -> Unsupported:
 def encodes_nothing(architecture: Any) -> Unsupported:
     """The error of `encode` on a decoder."""
     return Unsupported(
-        f"{architecture} generates text: it gives no embeddings and no labels", hint="use an encoder, as minilm-l6"
+        f"{architecture} generates text: it gives no embeddings and no labels",
+        hint="use an encoder: for embeddings one as minilm-l6, for labels one that has them, for pairs a cross-encoder",
     )

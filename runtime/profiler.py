@@ -77,10 +77,13 @@ class StepProfiler:
         if self._asked is None:
             raise InvalidParameter("no profile is under way", hint="begin one with start_profile")
         was_running, profile = self._is_running, self._profile
-        activities = self._asked.activities
+        activities, start_step = self._asked.activities, self._asked.start_step
         self._asked, self._profile, self._is_running = None, None, False
         if not was_running:
-            raise InvalidParameter("the profile ended before its first step", hint="lower start_step")
+            raise InvalidParameter(
+                "the profile ended before its first step",
+                hint="lower start_step" if start_step else "end it after a request has run",
+            )
         self._synchronize()
         if "CUDA_PROFILER" in activities:
             _cuda_profiler().stop()

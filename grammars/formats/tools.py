@@ -98,8 +98,10 @@ def _tool(item: Any, index: int) -> Tool:
             f"tools[{index}] is named {name[:80]!r}; expected at most 64 letters, digits, '_', '-' and '.'",
             param="tools",
         )
-    parameters = fields.get("parameters") or {"type": "object", "properties": {}}
-    schema = json.loads(canonical_schema(parameters))
+    parameters = fields.get("parameters")
+    if parameters is None or parameters == {}:
+        parameters = {"type": "object", "properties": {}}
+    schema = None if isinstance(parameters, list) else json.loads(canonical_schema(parameters))
     if not isinstance(schema, dict) or schema.get("type", "object") != "object":
         raise InvalidParameter(
             f"the parameters of tool {name!r} are no JSON schema of an object",
