@@ -30,12 +30,11 @@ from sgl.server.anthropic_types import (
 from sgl.server.call import Call, Server
 from sgl.server.dialogue import Plan, count_tokens, planned, reasoning_of, start, steps
 from sgl.server.failures import error_message
+from sgl.server.openai.prompts import no_images
 from sgl.server.openai.turns import Turns, plain
 from sgl.server.openai.types import (
     ChatRequest,
     FunctionCall,
-    ImagePart,
-    ImageUrl,
     JsonSchemaFormat,
     Message,
     Object,
@@ -55,11 +54,12 @@ _TYPES = {
     503: "overloaded_error",
 }
 _SAME = ("temperature", "top_p", "top_k", "min_p", "seed", "ignore_eos", "stream", "rid", "priority", "cache_salt",
-         "deadline_s")  # fmt: skip
+         "deadline_s", "unsupported")  # fmt: skip
 _WORDS = {
     "stop": "stop_sequences",
     "reasoning_effort": "output_config.effort",
     "max_reasoning_tokens": "thinking.budget_tokens",
+    "response_format": "output_config.format",
 }
 """Fields of a chat request as they are called here."""
 _NOT_HERE = {
@@ -78,7 +78,7 @@ def error_body(error: SglError) -> Object:
 routes = Routes(error_body)
 
 
-@routes.post("/v1/messages", "user", MessagesRequest)
+@routes.post("/v1/messages", "user", MessagesRequest, query=("beta",))
 async def messages(call: Call, body: MessagesRequest) -> Any:
     """Answer a conversation, in Anthropic's shapes."""
     for name, why in _NOT_HERE.items():
@@ -95,7 +95,7 @@ async def messages(call: Call, body: MessagesRequest) -> Any:
     return writer.message
 
 
-@routes.post("/v1/messages/count_tokens", "user", CountRequest)
+@routes.post("/v1/messages/count_tokens", "user", CountRequest, query=("beta",))
 async def count(call: Call, body: CountRequest) -> Any:
     """Tokens of a prompt."""
     plan = await _planned(call, body)
@@ -191,21 +191,18 @@ def _check(turn: Turn, block: Block, where: str) -> None:
 
 
 def _part(block: TextBlock | ImageBlock, where: str) -> Part:
-    if isinstance(block, TextBlock):
-        return TextPart(block.text)
-    source = block.source
-    if source.type != "base64" or source.data is None:
-        raise InvalidParameter(
-            f"{where}.source is of type {source.type!r}; nothing is fetched here",
-            hint="send the image as base64",
-            param=f"{where}.source",
-        )
-    return ImagePart(ImageUrl(f"data:{source.media_type};base64,{source.data}"))
+    if isinstance(block, ImageBlock):
+        raise no_images(where)
+    return TextPart(block.text)
 
 
 def _result(block: ToolResultBlock, where: str) -> Message:
     given = block.content
-    parts: list[Part] = [_part(each, where) for each in given] if isinstance(given, list) else [TextPart(given or "")]
+    parts: list[Part] = (
+        [_part(each, f"{where}.content[{number}]") for number, each in enumerate(given)]
+        if isinstance(given, list)
+        else [TextPart(given or "")]
+    )
     if block.is_error:
         parts = [TextPart("error: "), *parts]
     return Message(role="tool", content=parts, tool_call_id=block.tool_use_id)

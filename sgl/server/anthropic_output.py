@@ -54,7 +54,7 @@ class MessageWriter:
         if step.value is not None:
             for event in self._blocks.close():
                 yield self._block(event)
-            yield self._end(step.value)
+            yield self._end(step.value, has_calls=self._has_calls and not step.breaks_off)
             yield {"type": "message_stop"}
 
     def _block(self, event: BlockEvent) -> Event:
@@ -73,8 +73,8 @@ class MessageWriter:
                 _fill(content[-1], "".join(self._texts))
                 return {"type": "content_block_stop", "index": len(content) - 1}
 
-    def _end(self, value: ValueEvent) -> Event:
-        reason = "max_tokens" if value.finish == "length" else "tool_use" if self._has_calls else "end_turn"
+    def _end(self, value: ValueEvent, *, has_calls: bool) -> Event:
+        reason = "max_tokens" if value.finish == "length" else "tool_use" if has_calls else "end_turn"
         if reason == "end_turn" and isinstance(value.matched, str):
             reason = "stop_sequence"
         ending = {
@@ -101,7 +101,7 @@ def _fill(block: dict[str, Any], text: str) -> None:
     if block["type"] == "tool_use":
         try:
             block["input"] = json.loads(text or "{}")
-        except ValueError:  # cut by max_tokens, as stop_reason says: there is no object
+        except ValueError:  # cut, as stop_reason says: there is no object
             block["input"] = {}
     else:
         block[block["type"]] = text

@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeAlias
 
 import msgspec
 
-from sgl.server.openai.types import Object
+from sgl.server.openai.types import Int64, Object
 
 
 class _Block(msgspec.Struct, forbid_unknown_fields=True, tag_field="type", kw_only=True):
@@ -145,7 +145,8 @@ class MessagesRequest(CountRequest, kw_only=True):
     min_p: float | None = None
     ignore_eos: bool | None = None
     rid: str | None = None
-    priority: int | None = None
+    unsupported: Literal["refuse", "check"] | None = None
+    priority: Int64 | None = None
     cache_salt: str | None = None
     deadline_s: float | None = None
     # --- taken without effect ---

@@ -16,7 +16,7 @@ import json
 import re
 from collections.abc import Mapping
 from functools import cache
-from typing import Any, TypeVar, get_origin
+from typing import Any, TypeVar
 
 import msgspec
 from msgspec import inspect
@@ -37,6 +37,11 @@ MAX_EXPANDED = 2**22
 """Characters or tokens of the prompts that a request puts together out of parts that it has once (a query with each
 item, a template with each row): as many as the longest body has by default."""
 _NESTING = re.compile(rb'"(?:[^"\\]++|\\.)*+"|[\[{]|[\]}]', re.DOTALL)
+_ESCAPED_BACKSLASH = re.compile(rb"\\\\")
+_LONE_SURROGATE = re.compile(
+    rb"\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])|(?<!\\u[dD][89abAB]..)\\u[dD][c-fC-F][0-9a-fA-F]{2}"
+)
+_SURROGATE = re.compile("[\ud800-\udfff]")
 _AT = re.compile(r" - at `\$\.?(?P<path>[^`]*)`$")
 _STEPS = re.compile(r"\[(?:\d+|\.\.\.)\]|[^.\[\]]+")
 _UNKNOWN = re.compile(r"Object contains unknown field `(?P<field>[^`]*)`")
@@ -154,11 +159,34 @@ def decode_now(body: bytes, kind: type[T], lenient: bool = False) -> tuple[T, li
             )
             body = _without(body, path, found["field"])
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            if lone := _LONE_SURROGATE.search(_ESCAPED_BACKSLASH.sub(b"", body)):
+                raise InvalidParameter(
+                    f"the body has a lone surrogate, {lone[0].decode()}: half of a character",
+                    hint="decode the input with errors='replace' before sending it",
+                    param=_place_of_surrogate(body),
+                ) from None
             raise InvalidParameter(f"the body is no JSON: {error}", hint="send a JSON object") from None
     raise InvalidParameter(f"the body has {_MOST_UNKNOWN} unknown fields", hint="leave them out")
 
 
 _MOST_UNKNOWN = 32
+
+
+def _place_of_surrogate(body: bytes) -> str | None:
+    """The path of the first text with a lone surrogate, as far as that can be told."""
+    try:
+        left: list[tuple[str, Any]] = [("", json.loads(body))]
+    except ValueError:
+        return None
+    while left:
+        path, value = left.pop()
+        if isinstance(value, str) and not value.isascii() and _SURROGATE.search(value):
+            return path or None
+        if isinstance(value, dict):
+            left += [(_dotted(path, name), value[name]) for name in reversed(value)]
+        elif isinstance(value, list):
+            left += [(f"{path}[{index}]", value[index]) for index in range(len(value) - 1, -1, -1)]
+    return None
 
 
 def check_depth(body: bytes, most: int = DEFAULT_LIMITS.max_json_depth) -> None:
@@ -290,10 +318,12 @@ def _dotted(path: str, field: str) -> str:
 
 
 def _nearest(kind: Any, field: str, path: str) -> str:
-    """The field of the body itself that was meant, if there is one."""
-    if path or get_origin(kind) is not None or not hasattr(kind, "__struct_encode_fields__"):
-        return ""
-    near = difflib.get_close_matches(field, kind.__struct_encode_fields__, n=1)
+    """The field beside it that was meant, if there is one."""
+    here: list[inspect.Type] = [_type(kind)]
+    for step in _STEPS.findall(path):
+        here = [inner for each in here for outer in _alternatives(each) for inner in _inside(outer, step)]
+    structs = [each for outer in here for each in _alternatives(outer) if isinstance(each, inspect.StructType)]
+    near = difflib.get_close_matches(field, {each.encode_name for of in structs for each in of.fields}, n=1)
     return f"did you mean {near[0]!r}?" if near else ""
 
 

@@ -11,11 +11,11 @@ import hashlib
 import tempfile
 import time
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import ExitStack
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, ParamSpec, Protocol, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -27,7 +27,7 @@ from sgl.runtime.engine import Engine
 from sgl.runtime.rendering import ModelRenderer
 from sgl.server.bodies import LARGE
 from sgl.server.config import ServerConfig
-from sgl.server.failures import Shape, encode, error_body
+from sgl.server.failures import Shape, at_field, encode, error_body, in_words
 from sgl.server.framing import Framing, server_sent
 from sgl.server.metrics import Metrics
 from sgl.server.openai.responses_store import ResponseStore
@@ -132,9 +132,32 @@ class Server:
         if not self.is_generation:
             raise Unsupported(
                 f"{self.model} is an encoder: it generates nothing",
-                hint="POST /v1/embeddings, or serve a model that generates",
+                hint=f"POST {'/classify' if self._num_labels else '/v1/embeddings'}, or serve a model that generates",
                 param="model",
             )
+
+    def check_encodes(self, task: Literal["embed", "classify", "rerank"]) -> None:
+        """Raise `Unsupported` where the model is none for the task."""
+        labels = self._num_labels
+        has_head = {"embed": labels == 0, "classify": labels > 0, "rerank": labels == 1}
+        if not self.is_generation and has_head[task]:
+            return
+        serve, gives = {
+            "embed": ("an encoder without a head, as minilm-l6", "no embeddings"),
+            "classify": ("an encoder with labels (minilm-l6 has none)", "no labels"),
+            "rerank": ("a cross-encoder, which has one label (minilm-l6 has none)", "no scores of pairs"),
+        }[task]
+        other = {"embed": "POST /classify, or ", "classify": "POST /v1/embeddings, or "}.get(task, "")
+        raise Unsupported(
+            f"{self.model} {'generates text' if self.is_generation else 'is another encoder'}: it gives {gives}",
+            hint=f"{'' if self.is_generation else other}serve {serve}",
+            param="model",
+        )
+
+    @property
+    def _num_labels(self) -> int:
+        """Of an encoder; those that give embeddings have none."""
+        return len((self.info.get("encoder") or {}).get("labels") or ())
 
     def register(self, place: Place, work: Work) -> None:
         """Make a program, or a computation, known under the id of its request."""
@@ -209,6 +232,8 @@ class Call:
     Attributes:
         warnings: about what was passed over (lenient mode); they go into the response.
         is_large: there is much of it to look at (see `weigh`, `apart`).
+        words: names of fields, as the rooms behind this one have them, and as the client does; one after the other.
+        constraint: the field that has the constraint, for errors.
     """
 
     def __init__(self, server: Server, request: Request, id: str, key: str | None, shape: Shape = error_body) -> None:
@@ -218,8 +243,10 @@ class Call:
         self.id = id
         self.warnings: list[str] = []
         self.is_large = False
+        self.words: list[Mapping[str, str]] = []
+        self.constraint = ""
         self.key = key
-        self._work: list[Work] = []
+        self._work: dict[Place, list[Work]] = {}
         self._stack = ExitStack()
 
     def admit(self) -> None:
@@ -238,20 +265,34 @@ class Call:
         tenant = self.tenant
         return f"{tenant}/{given}" if tenant and given else tenant or given or ""
 
+    def told(self, error: SglError) -> SglError:
+        """An error as the client is told of it: with the names that its fields have."""
+        field = self.constraint
+        for names in self.words:
+            error, field = in_words(error, names), names.get(field, field)
+        return at_field(error, field)
+
     def name(self, rid: str | None) -> None:
         """Let the client's own id be that of this request (for `/abort_request`).
 
         Raises:
             InvalidParameter: another request with this id is running.
         """
-        if rid is None:
-            return
+        if rid is not None:
+            self.claim(rid)
+            self.id = rid
+
+    def claim(self, rid: str) -> None:
+        """Take the client's own id for this request, or for a part of it.
+
+        Raises:
+            InvalidParameter: another request with this id is running.
+        """
         place = Place(self.tenant, rid)
         if not self.server.claim(place):
             raise InvalidParameter(
                 f"a request with id {rid!r} is running", hint="use another rid, or wait for it", param="rid"
             )
-        self.id = rid
         self._stack.callback(self.server.release, place)
 
     def weigh(self, size: int) -> None:
@@ -264,12 +305,20 @@ class Call:
             return await asyncio.to_thread(work, *args, **kwargs)
         return work(*args, **kwargs)
 
-    def start(self, graph: Graph, options: ProgramOptions, *, finish: bool = True) -> Running:
-        """Start a program; it ends with this call at the latest."""
+    def start(self, graph: Graph, options: ProgramOptions, *, finish: bool = True, rid: str | None = None) -> Running:
+        """Start a program; it ends with this call at the latest.
+
+        Args:
+            rid: that was claimed for it, where it is not the request's.
+
+        Raises:
+            Unsupported: the model generates nothing.
+        """
         server = self.server
+        server.check_generates()
         watch = server.metrics.watch(graph)
         program = self._stack.enter_context(Running(server.engine, options, server.config.stream_backlog, watch.see))
-        self._register(program)
+        self._register(program, rid or self.id)
         if self.is_large and finish:
             program.submit_apart(graph)
         else:
@@ -283,20 +332,22 @@ class Call:
             Cancelled: it was.
         """
         computation = Computation(work)
-        self._register(computation)
+        self._register(computation, self.id)
         began = time.monotonic()
         result = await self.while_connected(computation.result())
         self.server.metrics.computed(time.monotonic() - began)
         return result
 
-    def _register(self, work: Work) -> None:
-        self._work.append(work)
-        self.server.register(Place(self.tenant, self.id), work)
+    def _register(self, work: Work, id: str) -> None:
+        place = Place(self.tenant, id)
+        self._work.setdefault(place, []).append(work)
+        self.server.register(place, work)
 
     def close(self) -> None:
         """Cancel what still runs of this request."""
         self.server.dismiss(self)
-        self.server.forget(Place(self.tenant, self.id), self._work)
+        for place, work in self._work.items():
+            self.server.forget(place, work)
         self._stack.close()
 
     async def while_connected(self, work: Awaitable[T]) -> T:
@@ -378,7 +429,7 @@ class EventStream(Response):
                         await out.write(self._framing.frame(event))
                 end = self._framing.end
             except SglError as error:
-                end = self._framing.error(self._call.shape(error))
+                end = self._framing.error(self._call.shape(self._call.told(error)))
             await out.write(end, is_last=True)
             await writing
         finally:

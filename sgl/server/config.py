@@ -143,6 +143,14 @@ def server_config(given: Mapping[str, Any]) -> ServerConfig:
         raise ConfigError(f"server option {place or '?'}: {text}", hint="see sgl serve --help", param=place) from None
     if any(not key.strip() for key in (*config.api_key, *filter(None, [config.admin_api_key]))):
         raise ConfigError("an API key is empty", hint="give a key, or leave the option out", param="api_key")
+    for name in SECRETS:
+        given_keys = config.api_key if name == "api_key" else (config.admin_api_key or "",)
+        if any(key != key.strip() or not key.isascii() or not key.isprintable() for key in given_keys):
+            raise ConfigError(
+                f"{name} has characters that a header cannot carry",
+                hint="use printable ASCII characters, without white space around them",
+                param=name,
+            )
     if config.admin_api_key in config.api_key:
         raise ConfigError("admin_api_key is also an api_key", hint="choose another admin key", param="admin_api_key")
     _check_parsers(config)

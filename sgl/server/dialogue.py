@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 
-from sgl.errors import InvalidParameter, InvalidProgram, Unsupported
+from sgl.errors import InvalidParameter, InvalidProgram
 from sgl.grammars.formats import (
     ArgumentsDelta,
     CallEnd,
@@ -46,7 +46,6 @@ from sgl.lang.graph import (
     Gen,
     Graph,
     LiteralText,
-    Media,
     Node,
     ProgramOptions,
     Role,
@@ -61,7 +60,7 @@ from sgl.runtime.rendering import ModelRenderer
 from sgl.server.call import Call, Server
 from sgl.server.openai.logprobs import check_logprobs, most_logprobs
 from sgl.server.openai.prompts import ChatPrompt
-from sgl.server.openai.sampling import constraint_in, in_words, sampling_of
+from sgl.server.openai.sampling import constraint_field, constraint_in, sampling_of, words_of
 from sgl.server.openai.types import ChatRequest
 from sgl.server.running import Running
 
@@ -123,15 +122,7 @@ async def planned(
     Raises:
         InvalidRequest: it cannot be served as it is.
     """
-    try:
-        return await _planned(call, body, name, places)
-    except InvalidParameter as error:
-        if words is None or error.details.get("param") not in words:
-            raise
-        raise in_words(error, words) from None
-
-
-async def _planned(call: Call, body: ChatRequest, name: str, places: Sequence[str]) -> Plan:
+    call.words += [words_of(body), words or {}]
     server = call.server
     server.check_model(body.model)
     server.check_generates()
@@ -164,6 +155,7 @@ def _drafted(call: Call, body: ChatRequest, name: str, places: Sequence[str]) ->
     sampling = sampling_of(call, body)
     check_logprobs(most_logprobs(sampling, 0, server.context_len))
     told = tools if choice.mode != "none" else ()
+    call.constraint = "tools" if choice.mode == "required" and callable_tools else constraint_field(body) or "tools"
     prompt = ChatPrompt(fmt, fmt.tool_prompt(told).system if told else "")
     _write(prompt, body, places)
     gen = Gen(
@@ -207,11 +199,7 @@ def reasoning_of(server: Server) -> ReasoningFormat | None:
 
 
 async def count_tokens(server: Server, plan: Plan) -> int:
-    """Tokens of the prompt.
-
-    Raises:
-        Unsupported: it has something besides text.
-    """
+    """Tokens of the prompt."""
     renderer = await server.renderer()
     return len(await asyncio.to_thread(_ids, renderer, plan.graph.nodes, plan.options))
 
@@ -236,7 +224,7 @@ async def _settled(
 ) -> Sequence[Node]:
     """The same prompt; of many turns as tokens, made here: the engine's loop renders all of it again at each turn."""
     num_turns = sum(isinstance(node, Role) and node.begin for node in nodes)
-    if num_turns <= MANY_TURNS or sampling.token_healing or any(isinstance(node, Media) for node in nodes):
+    if num_turns <= MANY_TURNS or sampling.token_healing:
         return nodes
     ids = await asyncio.to_thread(_ids, await server.renderer(), nodes, options)
     return [Tokens(id=0, token_ids=tuple(ids))]
@@ -297,11 +285,7 @@ def _generation_prompt(renderer: ModelRenderer, kwargs: bytes) -> str:
 
 
 def _ids(renderer: ModelRenderer, nodes: Sequence[Node], options: ProgramOptions) -> list[int]:
-    """The prompt's tokens, in time linear in it.
-
-    Raises:
-        Unsupported: it has something besides text.
-    """
+    """The prompt's tokens, in time linear in it."""
     turns: list[dict[str, str]] = []
     role, content = "", ""
     for node in nodes:
@@ -315,8 +299,6 @@ def _ids(renderer: ModelRenderer, nodes: Sequence[Node], options: ProgramOptions
                 role = ""
             case Text(segments=segments):
                 content += "".join(segment.text for segment in segments if isinstance(segment, LiteralText))
-            case Media(kind=kind):
-                raise Unsupported(f"tokens of a prompt with an {kind} are not counted", hint="leave it out")
             case _:
                 break
     state = renderer.state(options.now, options.chat_template_kwargs)
@@ -371,13 +353,17 @@ Piece: TypeAlias = Said | Thought | CallBegins | CallArguments | CallEnds
 
 
 class Step(NamedTuple):
-    """What an event of the engine adds to a sample; `value` comes with its last one, and then counts all its tokens."""
+    """What an event of the engine adds to a sample; `value` comes with its last one, and then counts all its tokens.
+
+    `breaks_off` in the last one: it ends within a call, which so has no whole arguments.
+    """
 
     sample: int
     pieces: list[Piece]
     logprobs: Sequence[TokenLogprob] = ()
     value: ValueEvent | None = None
     num_tokens: int = 0
+    breaks_off: bool = False
 
 
 @dataclass
@@ -396,6 +382,7 @@ class Answer:
     reasoning: str = ""
     calls: list[ToolCall] = field(default_factory=list)
     value: ValueEvent | None = None
+    breaks_off: bool = False
 
     def take(self, step: Step) -> None:
         """Add a step's pieces."""
@@ -410,6 +397,7 @@ class Answer:
                 case CallArguments(number=number, text=text):
                     self.calls[number].arguments += text
         self.value = step.value or self.value
+        self.breaks_off = step.breaks_off
 
 
 async def steps(plan: Plan, events: AsyncGenerator[Event, None]) -> AsyncGenerator[Step, None]:
@@ -422,7 +410,8 @@ async def steps(plan: Plan, events: AsyncGenerator[Event, None]) -> AsyncGenerat
                 yield Step(sample.index, sample.feed(event.text), event.logprobs, num_tokens=len(event.token_ids))
             case ValueEvent():
                 sample = samples[event.node]
-                yield Step(sample.index, sample.end(event), value=event)
+                pieces = sample.end(event)
+                yield Step(sample.index, pieces, value=event, breaks_off=sample.breaks_off)
             case _:
                 pass
 
@@ -440,6 +429,7 @@ class _Sample:
 
     def __init__(self, plan: Plan, index: int) -> None:
         self.index = index
+        self.breaks_off = False
         self._parser = plan.parser()
         self._one_call = plan.one_call
         self._is_call = plan.is_call
@@ -456,7 +446,11 @@ class _Sample:
         """What the rest of the whole text adds; markup of a call that had to come and was cut off adds nothing."""
         rest, closing = self._parser.feed(event.value[self._length :]), self._parser.close()
         pieces = self._pieces([*rest, *closing])
-        if not (self._is_call and event.finish == "length"):
+        self.breaks_off = any(
+            isinstance(each, CallEnd) and each.status == "truncated" and each.index not in self._hidden
+            for each in closing
+        )
+        if not (self._is_call and (event.finish == "length" or isinstance(event.matched, str))):
             return pieces
         return [piece for piece in pieces if not isinstance(piece, Said)]
 

@@ -93,6 +93,7 @@ async def encode(call: Call, body: EncodeRequest) -> Any:
 @routes.post("/classify", "user", EncodeRequest)
 async def classify(call: Call, body: EncodeRequest) -> Any:
     """Labels of texts with their shares (see `sgl.Engine.classify`)."""
+    call.server.check_encodes("classify")
     inputs = await _asked(call, body)
     outputs = await call.compute(
         call.server.engine.async_classify(inputs.texts, input_ids=inputs.ids, truncate=body.truncate)
@@ -112,6 +113,7 @@ async def _asked(call: Call, body: EncodeRequest) -> Inputs:
 
 async def embedded(call: Call, inputs: Inputs, *, truncate: bool) -> list[dict[str, Any]]:
     """The embedding of each input, as `sgl.Engine.encode` gives it."""
+    call.server.check_encodes("embed")
     outputs: list[dict[str, Any]] = await call.compute(
         call.server.engine.async_encode(inputs.texts, input_ids=inputs.ids, truncate=truncate)
     )
@@ -128,6 +130,7 @@ def vectors_of(outputs: list[dict[str, Any]], dimensions: int | None) -> list[li
 async def rerank(call: Call, body: RerankRequest) -> Any:
     """Documents by their score with a query, best first."""
     call.server.check_model(body.model)
+    call.server.check_encodes("rerank")
     check_count("documents", len(body.documents), MAX_INPUTS)
     check_expanded("documents", len(body.documents) * len(body.query) + sum(map(len, body.documents)))
     ranked = await call.compute(

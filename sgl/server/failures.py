@@ -7,7 +7,8 @@ becomes an `InternalError` whose text says nothing of the inside: its log line h
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 import msgspec
@@ -18,11 +19,15 @@ from sgl.errors import (
     BodyTooLarge,
     EngineDead,
     InternalError,
+    InvalidConstraint,
+    InvalidParameter,
     Overloaded,
     PromptTooLong,
     SglError,
     Unauthorized,
 )
+from sgl.grammars.keywords import CHECK_HINT
+from sgl.grammars.spec import PARAMETERS
 
 Shape: TypeAlias = Callable[[SglError], dict[str, Any]]
 """The body of an error as a dialect's clients know it."""
@@ -34,12 +39,44 @@ RETRY_AFTER_S = 1
 def error_type(status: int) -> str:
     """The `type` that OpenAI's API gives errors of a status."""
     named = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
+    named[499] = "cancelled_error"
     return named.get(status, "invalid_request_error" if status < 500 else "server_error")
 
 
 def error_message(error: SglError) -> str:
     """What went wrong, and the one thing to change."""
     return f"{error.message} ({error.hint})" if error.hint else error.message
+
+
+def in_words(error: SglError, names: Mapping[str, str]) -> SglError:
+    """An error about a field that is in `names`, with the names there for all that it speaks of; another one as it is.
+
+    Example:
+        >>> in_words(InvalidParameter("stop is 3", param="stop"), {"stop": "stop_sequences"})
+        InvalidParameter('stop_sequences is 3')
+    """
+    param = str(error.details.get("param"))
+    if not isinstance(error, InvalidParameter) or param not in names:
+        return error
+
+    def said(text: str) -> str:
+        return re.sub(r"\w+", lambda word: names.get(word[0], word[0]), text)
+
+    details = {**error.details, "param": names[param]}
+    return InvalidParameter(said(error.message), hint=said(error.hint), location=error.location, **details)
+
+
+def at_field(error: SglError, field: str) -> SglError:
+    """An error of a constraint with the field that has the constraint, another one as it is.
+
+    Example:
+        >>> at_field(InvalidConstraint("no"), "response_format").param
+        'response_format'
+    """
+    if not isinstance(error, InvalidConstraint) or not field or error.details.get("param") not in (None, *PARAMETERS):
+        return error
+    hint = error.hint.removesuffix(CHECK_HINT).removesuffix("; ") if field == "tools" else error.hint
+    return type(error)(error.message, hint=hint, location=error.location, **{**error.details, "param": field})
 
 
 def error_body(error: SglError, **more: Any) -> dict[str, Any]:

@@ -15,7 +15,8 @@ from typing import Any
 import msgspec
 
 import sgl
-from sgl.errors import InvalidParameter, Unsupported
+from sgl.errors import Cancelled, EngineBusy, InvalidParameter, Unsupported
+from sgl.grammars.spec import PARAMETERS
 from sgl.lang.graph import DeltaEvent, Gen, ProgramOptions, ValueEvent, sampling_from_mapping
 from sgl.runtime import offline
 from sgl.runtime.offline import Output, generate_options, make_calls
@@ -24,6 +25,7 @@ from sgl.server.bodies import check_count
 from sgl.server.call import Call, Place
 from sgl.server.config import effective
 from sgl.server.openai.logprobs import check_logprobs, most_logprobs, num_logprobs, token_text
+from sgl.server.openai.types import Int64
 from sgl.server.routes import Routes
 from sgl.server.running import Running, merged
 
@@ -36,12 +38,12 @@ MAX_TEXTS = 2**14
 
 
 class GenerateRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """`POST /generate`: a prompt or a list of them."""
+    """`POST /generate`: a prompt or a list of them; `rid` is for all, or a list with one for each prompt."""
 
     text: str | list[str] | None = None
     input_ids: list[Any] | None = None
     sampling_params: dict[str, Any] | list[dict[str, Any]] | None = None
-    rid: str | None = None
+    rid: str | list[str] | None = None
     return_logprob: bool | None = None
     logprob_start_len: int | None = None
     top_logprobs_num: int | None = None
@@ -49,7 +51,7 @@ class GenerateRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     return_text_in_logprobs: bool = False
     stream: bool = False
     cache_salt: str | None = None
-    priority: int | None = None
+    priority: Int64 | None = None
     # --- refused by name ---
     input_embeds: Any = None
     image_data: Any = None
@@ -119,7 +121,9 @@ async def generate(call: Call, body: GenerateRequest) -> Any:
             raise Unsupported(f"{name}: {why}", hint="leave it out", param=name)
     if (body.text is None) == (body.input_ids is None):
         raise InvalidParameter("pass exactly one of text and input_ids", param="text")
-    call.name(body.rid)
+    if not isinstance(body.rid, list):
+        call.name(body.rid)
+    call.constraint = _constraint_field(body.sampling_params)
     if body.custom_logit_processor is not None and not isinstance(body.custom_logit_processor, str):
         raise InvalidParameter(
             "custom_logit_processor must be the name of a registered processor", param="custom_logit_processor"
@@ -137,16 +141,38 @@ async def generate(call: Call, body: GenerateRequest) -> Any:
         raise InvalidParameter(
             f"{len(calls)} prompts in one request; at most {MAX_PROMPTS} are allowed", hint="send several", param="text"
         )
+    rids = _rids(call, body.rid, len(calls))
     context_len = call.server.context_len
     check_logprobs(sum(most_logprobs(each.sampling, len(each.prompt), context_len) for each in calls))
     options = msgspec.structs.replace(
         generate_options(stream=body.stream, cache_salt=call.salt(body.cache_salt)), priority=body.priority or 0
     )
     renderer = await call.server.renderer() if body.return_text_in_logprobs else None
-    batch = _Batch(call, calls, single, options, body.rid, renderer)
+    batch = _Batch(call, calls, single, options, rids, renderer)
     if body.stream:
         return call.stream(batch.stream())
     return await call.while_connected(batch.whole())
+
+
+def _rids(call: Call, given: str | list[str] | None, num: int) -> list[str | None]:
+    """The client's own id of each prompt; those of a list are claimed here."""
+    if not isinstance(given, list):
+        return [given] * num
+    if len(given) != num or len(set(given)) != num:
+        raise InvalidParameter(
+            f"rid has {len(set(given))} different ids for {num} prompts", hint="give one for each", param="rid"
+        )
+    for rid in given:
+        call.claim(rid)
+    return [*given]
+
+
+def _constraint_field(params: dict[str, Any] | list[dict[str, Any]] | None) -> str:
+    """Where the constraint of a request is; of several with one each, the list."""
+    if isinstance(params, list):
+        return "sampling_params"
+    name = next((name for name in PARAMETERS if (params or {}).get(name) is not None), None)
+    return "sampling_params" if name is None else f"sampling_params.{name}"
 
 
 class _Batch:
@@ -158,21 +184,21 @@ class _Batch:
         calls: Sequence[offline.Call],
         single: bool,
         options: ProgramOptions,
-        rid: str | None,
+        rids: Sequence[str | None],
         renderer: ModelRenderer | None,
     ) -> None:
         self._call = call
         self._calls = calls
         self._single = single
-        self._rid = rid
+        self._rids = rids
         self._renderer = renderer
         self._start = time.monotonic()
         self._programs: list[Running] = []
         self._samples: list[dict[int, offline.Sample]] = []
         index = 0
-        for each in calls:
+        for each, rid in zip(calls, rids, strict=True):
             graph = each.graph()
-            self._programs.append(call.start(graph, options))
+            self._programs.append(call.start(graph, options, rid=rid))
             own = {}
             for node in graph.nodes:
                 if isinstance(node, Gen):
@@ -203,7 +229,7 @@ class _Batch:
                     sample.text += event.text
                     sample.ids += event.token_ids
                     if event.text:
-                        yield self._numbered(sample.partial(), sample.index)
+                        yield self._numbered(self._named(sample.partial(), index), sample.index)
                 case ValueEvent():
                     sample = self._samples[index][event.node]
                     sample.value = event
@@ -211,15 +237,17 @@ class _Batch:
                 case _:
                     pass
 
+    def _named(self, output: Output, prompt: int) -> Output:
+        if (rid := self._rids[prompt]) is not None:
+            output["meta_info"]["id"] = rid
+        return output
+
     def _numbered(self, output: Output, index: int) -> Output:
-        if self._rid is not None:
-            output["meta_info"]["id"] = self._rid
         return output if self._single else {**output, "index": index}
 
     def _output(self, index: int, node: int) -> Output:
-        output = self._samples[index][node].output(self._calls[index].sampling, time.monotonic() - self._start)
-        if self._rid is not None:
-            output["meta_info"]["id"] = self._rid
+        sample = self._samples[index][node]
+        output = self._named(sample.output(self._calls[index].sampling, time.monotonic() - self._start), index)
         if self._renderer is not None:
             for name, value in output["meta_info"].items():
                 if name.endswith("_logprobs") and value:
@@ -324,14 +352,18 @@ async def _server_info(call: Call) -> dict[str, Any]:
     }
 
 
-@routes.post("/flush_cache", "admin")
+@routes.post("/flush_cache", "admin", query=("timeout",))
 async def flush_cache(call: Call) -> Any:
     """Drop what no live program holds; `?timeout=S` waits so long for an idle engine."""
     try:
         wait_s = float(call.request.query_params.get("timeout", "0"))
     except ValueError:
         raise InvalidParameter("timeout is no number", param="timeout") from None
-    await call.while_connected(call.server.engine.async_flush_cache(wait_s=wait_s))
+    try:
+        await call.while_connected(call.server.engine.async_flush_cache(wait_s=wait_s))
+    except EngineBusy as error:
+        hint = "wait for them, or give ?timeout=SECONDS (RemoteEngine's wait_s) to let the engine wait"
+        raise EngineBusy(error.message, hint=hint, **error.details) from None
     return {"status": "ok"}
 
 
@@ -391,4 +423,4 @@ async def abort_request(call: Call, body: AbortRequest) -> Any:
 @routes.post("/abort_all_requests", "admin", goes_on=True)
 async def abort_all_requests(call: Call) -> Any:
     """End every running request."""
-    return {"aborted": call.server.abort_all()}
+    return {"aborted": call.server.abort_all(Cancelled("aborted by /abort_all_requests"))}

@@ -34,23 +34,21 @@ from sgl.server.ollama_types import (
     Options,
     ShowRequest,
 )
+from sgl.server.openai.prompts import no_images
 from sgl.server.openai.types import (
     ChatRequest,
     FunctionCall,
-    ImagePart,
-    ImageUrl,
     JsonSchemaFormat,
     Message,
     Object,
     ResponseFormat,
-    TextPart,
     ToolCall,
 )
 from sgl.server.routes import Routes
 
 _SAME = ("temperature", "seed", "stop", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty")
 _WORDS = {"max_tokens": "options.num_predict", "repetition_penalty": "options.repeat_penalty"}
-_WORDS |= {name: f"options.{name}" for name in _SAME}
+_WORDS |= {name: f"options.{name}" for name in _SAME} | {"response_format": "format"}
 """Fields of a chat request as they are called here."""
 _NO_OPTIONS = {
     "typical_p": (None, 0.0, 1.0),
@@ -100,10 +98,12 @@ async def chat(call: Call, body: OllamaChatRequest) -> Any:
 async def generate(call: Call, body: OllamaGenerateRequest) -> Any:
     """Answer a prompt, or with `raw` continue it, in Ollama's shapes."""
     head = _begin(call, body)
-    if not body.prompt and not body.images:
+    if body.images:
+        raise no_images("images")
+    if not body.prompt:
         return {**head, "response": "", "done": True, "done_reason": "load"}
     turns = [OllamaMessage("system", body.system)] if body.system else []
-    turns.append(OllamaMessage("user", body.prompt, images=body.images))
+    turns.append(OllamaMessage("user", body.prompt))
     messages = [_message(each, index) for index, each in enumerate(turns)]
     request = ChatRequest(messages=messages, **_fields(call.server, body))
     plan = await planned(call, request, name="ollama", words=_WORDS)
@@ -158,6 +158,8 @@ class _Lines:
         self._whole.take(step)
         content, reasoning = self._whole.content[before[0] :], self._whole.reasoning[before[1] :]
         whole = self._whole.calls if step.value is not None else self._whole.calls[:-1]
+        if step.breaks_off and step.value is not None and step.value.finish == "stop":  # `done_reason` does not tell
+            whole = self._whole.calls = whole[:-1]
         calls, self._told = whole[self._told :], max(self._told, len(whole))
         return self._line(content, reasoning, calls) if content or reasoning or calls else None
 
@@ -234,8 +236,7 @@ def _message(given: OllamaMessage, index: int) -> Message:
     place = f"messages[{index}]"
     content: Any = given.content or ("" if given.role != "assistant" or not given.tool_calls else None)
     if given.images:
-        images = [ImagePart(ImageUrl(f"data:image/png;base64,{each}")) for each in given.images]
-        content = [*images, TextPart(given.content or "")]
+        raise no_images(f"{place}.images")
     if given.tool_calls and given.role != "assistant":
         raise InvalidParameter(
             f"{place} has tool_calls and its role is {given.role!r}",
@@ -268,7 +269,13 @@ def _fields(server: Server, body: OllamaChatRequest | OllamaGenerateRequest) -> 
         fields["max_tokens"] = options.num_predict
     if fields.get("top_k") == 0:
         del fields["top_k"]  # all of them, in Ollama's words
-    return {**fields, **_format(body.format), **_thinking(server, body), "stream": body.stream}
+    return {
+        **fields,
+        **_format(body.format),
+        **_thinking(server, body),
+        "stream": body.stream,
+        "unsupported": body.unsupported,
+    }
 
 
 def _format(given: str | Object | None) -> Object:

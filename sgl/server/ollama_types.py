@@ -88,6 +88,7 @@ class _Common(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     stream: bool = True
     think: bool | str | None = None
     chat_template_kwargs: Object | None = None
+    unsupported: Literal["refuse", "check"] | None = None
     # --- taken without effect: the model stays, and nothing is cut ---
     keep_alive: str | float | None = None
     truncate: bool | None = None

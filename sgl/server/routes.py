@@ -22,7 +22,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from sgl.errors import Draining, Forbidden, SglError, Unauthorized
+from sgl.errors import Draining, Forbidden, InvalidParameter, SglError, Unauthorized
 from sgl.server import bodies
 from sgl.server.call import Call, EventStream, Server
 from sgl.server.config import ServerConfig
@@ -38,6 +38,7 @@ class Route(NamedTuple):
     """One method on one path.
 
     Attributes:
+        query: names of the parameters that its URL may have.
         goes_on: it belongs to work that is under way, or watches it: taken while the server drains, too.
     """
 
@@ -48,6 +49,11 @@ class Route(NamedTuple):
     body: Any = None
     shape: Shape = error_body
     goes_on: bool = False
+    query: tuple[str, ...] = ()
+
+
+class Nothing(msgspec.Struct, forbid_unknown_fields=True):
+    """The body of a route that has none, where a client sends one."""
 
 
 class Routes:
@@ -69,21 +75,27 @@ class Routes:
         self.all: list[Route] = []
         self._shape = shape
 
-    def get(self, path: str, tier: Tier, *, goes_on: bool = False) -> Callable[[Handler], Handler]:
+    def get(
+        self, path: str, tier: Tier, *, goes_on: bool = False, query: tuple[str, ...] = ()
+    ) -> Callable[[Handler], Handler]:
         """A handler of GET requests: `async def handler(call)`."""
-        return self._route("GET", path, tier, None, goes_on)
+        return self._route("GET", path, tier, None, goes_on, query)
 
-    def post(self, path: str, tier: Tier, body: Any = None, *, goes_on: bool = False) -> Callable[[Handler], Handler]:
+    def post(
+        self, path: str, tier: Tier, body: Any = None, *, goes_on: bool = False, query: tuple[str, ...] = ()
+    ) -> Callable[[Handler], Handler]:
         """A handler of POST requests: `async def handler(call, body)`, or `handler(call)` where none is taken."""
-        return self._route("POST", path, tier, body, goes_on)
+        return self._route("POST", path, tier, body, goes_on, query)
 
     def delete(self, path: str, tier: Tier, *, goes_on: bool = False) -> Callable[[Handler], Handler]:
         """A handler of DELETE requests: `async def handler(call)`."""
-        return self._route("DELETE", path, tier, None, goes_on)
+        return self._route("DELETE", path, tier, None, goes_on, ())
 
-    def _route(self, method: str, path: str, tier: Tier, body: Any, goes_on: bool) -> Callable[[Handler], Handler]:
+    def _route(
+        self, method: str, path: str, tier: Tier, body: Any, goes_on: bool, query: tuple[str, ...]
+    ) -> Callable[[Handler], Handler]:
         def register(handler: Handler) -> Handler:
-            self.all.append(Route(method, path, tier, handler, body, self._shape, goes_on))
+            self.all.append(Route(method, path, tier, handler, body, self._shape, goes_on, query))
             return handler
 
         return register
@@ -103,11 +115,11 @@ def endpoint(server: Server, route: Route) -> Callable[[Request], Awaitable[Resp
             call = Call(server, request, request.state.id, key, route.shape)
             if route.tier != "open":
                 call.admit()
-            response = await _handled(server, route, call)
+            response = await _handled(route, call)
             if isinstance(response, EventStream):
                 await response.first()
         except SglError as error:
-            response = error_response(error, route.shape)
+            response = error_response(error if call is None else call.told(error), route.shape)
         except Exception:
             log.exception("request %s to %s failed", request.state.id, route.path)
             response = error_response(internal(request.state.id), route.shape)
@@ -120,20 +132,47 @@ def endpoint(server: Server, route: Route) -> Callable[[Request], Awaitable[Resp
     return answer
 
 
-async def _handled(server: Server, route: Route, call: Call) -> Response:
-    if route.body is None:
-        result = await route.handler(call)
-    else:
-        config = server.config
-        bodies.check_media_type(call.request.headers)
-        raw = await bodies.read_body(call.request, config.max_body_bytes, config.body_timeout)
-        call.weigh(len(raw))
-        body, call.warnings = await bodies.decode(raw, route.body, config.lenient)
-        result = await route.handler(call, body)
+async def _handled(route: Route, call: Call) -> Response:
+    call.warnings = _check_query(route, call)
+    result = await (_without_body(route, call) if route.body is None else _with_body(route, call))
     response = result if isinstance(result, Response) else await call.apart(call.json, result)
     for warning in call.warnings:
         response.headers.append("X-Warning", warning.encode("ascii", "replace").decode())
     return response
+
+
+def _check_query(route: Route, call: Call) -> list[str]:
+    """Warnings about parameters in the URL that the route does not have. What probes ask may have any.
+
+    Raises:
+        InvalidParameter: there is one, and the server is not lenient.
+    """
+    names = call.request.query_params.keys() if route.tier != "open" else ()
+    unknown = [name for name in names if name not in route.query]
+    taken = f"{route.path} takes {' and '.join(route.query)}" if route.query else "leave it out"
+    if unknown and not call.server.config.lenient:
+        raise InvalidParameter(f"unknown query parameter {unknown[0]!r}", hint=taken, param=unknown[0])
+    return [f"unknown query parameter {name!r} was passed over ({taken})" for name in unknown]
+
+
+async def _without_body(route: Route, call: Call) -> Any:
+    if route.method != "GET":
+        config = call.server.config
+        raw = await bodies.read_body(call.request, config.max_body_bytes, config.body_timeout)
+        if raw.strip():
+            _, warnings = await bodies.decode(raw, Nothing, config.lenient)
+            call.warnings += warnings
+    return await route.handler(call)
+
+
+async def _with_body(route: Route, call: Call) -> Any:
+    config = call.server.config
+    bodies.check_media_type(call.request.headers)
+    raw = await bodies.read_body(call.request, config.max_body_bytes, config.body_timeout)
+    call.weigh(len(raw))
+    body, warnings = await bodies.decode(raw, route.body, config.lenient)
+    call.warnings += warnings
+    return await route.handler(call, body)
 
 
 def bearer(request: Request) -> str | None:

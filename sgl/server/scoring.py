@@ -112,6 +112,8 @@ class DecisionsRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
 async def score(call: Call, body: ScoreRequest) -> Any:
     """The probability of each label after each item."""
     call.server.check_model(body.model)
+    call.server.check_generates()
+    call.words.append({"token_ids_logprob": "label_token_ids"})
     items: list[Any] = [body.items] if isinstance(body.items, str) else body.items
     check_count("items", len(items), MAX_ITEMS)
     size = sum(len(item) for item in items if isinstance(item, str | list)) + len(items) * len(body.query)

@@ -69,6 +69,11 @@ def test_it_says_what_chat_says(client: anthropic.Anthropic, served: Served) -> 
     assert ask(client, begun).content[0].text == goes_on["choices"][0]["message"]["content"]
 
 
+def test_a_stop_sequence_makes_no_whole_call_of_a_part(client: anthropic.Anthropic) -> None:
+    answer = ask(client, tools=[TOOL], tool_choice={"type": "any"}, max_tokens=200, stop_sequences=["cit"])
+    assert (answer.stop_reason, answer.stop_sequence) == ("stop_sequence", "cit")
+
+
 def test_why_it_stopped(client: anthropic.Anthropic) -> None:
     full = ask(client)
     assert full.stop_reason in ("max_tokens", "end_turn")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import re
 from collections.abc import Iterator
@@ -349,12 +348,29 @@ def test_text_offsets_count_characters_also_where_tokens_are_parts_of_them(clien
     assert streamed == [offset - len("né") for offset in whole.logprobs.text_offset[-generated:]]
 
 
-def test_images_are_refused_by_a_model_without_eyes(client: openai.OpenAI) -> None:
-    url = "data:image/png;base64," + base64.b64encode(b"png").decode()
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_stop_string_makes_no_whole_call_of_a_part(client: openai.OpenAI, stream: bool) -> None:
+    asked: dict[str, Any] = {"tools": [TOOL], "tool_choice": "required", "max_tokens": 200, "stop": ["cit"]}
+    if stream:
+        chunks = [chunk.choices[0] for chunk in chat(client, **asked, stream=True)]
+        assert not any(chunk.delta.content for chunk in chunks)
+        assert chunks[-1].finish_reason == "stop"
+        return
+    answer = chat(client, **asked).choices[0]
+    assert (answer.finish_reason, answer.message.content) == ("stop", None)
+    assert "city" not in answer.message.tool_calls[0].function.arguments
+    tool = {"type": "function", **TOOL["function"]}
+    more = {"extra_body": {"stop": ["cit"]}, "tools": [tool], "tool_choice": "required", "temperature": 0}
+    response = client.responses.create(model="tiny", input="Hi", max_output_tokens=200, **more)  # type: ignore[call-overload]
+    assert (response.status, response.output[0].status) == ("incomplete", "incomplete")
+
+
+@pytest.mark.parametrize("url", ["data:image/png;base64,cG5n", "https://127.0.0.1/cat.png"])
+def test_images_are_refused_by_a_model_without_eyes(client: openai.OpenAI, url: str) -> None:
     parts = [{"type": "text", "text": "what?"}, {"type": "image_url", "image_url": {"url": url}}]
-    with pytest.raises(openai.APIStatusError) as failure:
+    with pytest.raises(openai.BadRequestError, match="this model takes no images") as failure:
         chat(client, [{"role": "user", "content": parts}])
-    assert failure.value.status_code == 400
+    assert failure.value.param == "messages[0].content[1]"
 
 
 def test_a_streamed_echo_has_the_logprobs_of_the_prompt(client: openai.OpenAI) -> None:

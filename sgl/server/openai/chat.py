@@ -76,7 +76,7 @@ def _choice(index: int, answer: Answer, renderer: ModelRenderer | None) -> dict[
         "index": index,
         "message": _message(answer),
         "logprobs": chat_logprobs(value.logprobs, renderer) if renderer is not None else None,
-        **_ending(value, bool(answer.calls)),
+        **_ending(value, bool(answer.calls) and not answer.breaks_off),
         **({"truncated_at": value.truncated_at} if value.truncated_at is not None else {}),
     }
 
@@ -144,7 +144,7 @@ async def _chunks(
             yield choice(step.sample, delta, logprobs if number == 0 else None)
         if step.value is not None:
             values[step.sample] = step.value
-            yield choice(step.sample, {}, **_ending(step.value, step.sample in callers))
+            yield choice(step.sample, {}, **_ending(step.value, step.sample in callers and not step.breaks_off))
     if usage:
         yield chunk([], usage=usage_body(list(values.values())))
 

@@ -32,7 +32,7 @@ from sgl.runtime.rendering import ModelRenderer
 from sgl.server.call import Call, Server, new_id
 from sgl.server.failures import openai_errors
 from sgl.server.openai.logprobs import Offsets, check_logprobs, most_logprobs, num_logprobs, text_logprobs
-from sgl.server.openai.sampling import constraint_in, sampling_of
+from sgl.server.openai.sampling import constraint_field, constraint_in, sampling_of, words_of
 from sgl.server.openai.types import CompletionRequest, StreamOptions
 from sgl.server.openai.usage import RunningUsage, finish_reason, usage_of
 from sgl.server.routes import Routes
@@ -66,6 +66,8 @@ async def completions(call: Call, body: CompletionRequest) -> Any:
     if body.suffix:
         raise Unsupported("suffix is not served", hint="leave it out", param="suffix")
     prompts = await call.apart(prompts_of, body.prompt)
+    call.words.append(words_of(body))
+    call.constraint = constraint_field(body)
     sampling = sampling_of(call, body)
     if body.echo and sampling.return_logprob:
         sampling = msgspec.structs.replace(sampling, logprob_start_len=0)

@@ -7,15 +7,12 @@ words for tools, the system turn tells of them.
 
 from __future__ import annotations
 
-import base64
-import binascii
-import hashlib
 from collections.abc import Sequence
 from typing import Any
 
-from sgl.errors import EmptyPrompt, InvalidParameter
+from sgl.errors import EmptyPrompt, InvalidParameter, Unsupported
 from sgl.grammars.formats import ToolFormat
-from sgl.lang.graph import LiteralText, Media, Node, Role, Text
+from sgl.lang.graph import LiteralText, Node, Role, Text
 from sgl.server.openai.types import ImagePart, Message, RefusalPart, TextPart
 
 _ROLES = {"developer": "system"}
@@ -104,9 +101,7 @@ class ChatPrompt:
             case TextPart(text=text) | RefusalPart(refusal=text):
                 self._text(text)
             case ImagePart():
-                data = _image(part.image_url.url, where)
-                digest = hashlib.sha256(data).hexdigest()
-                self.append(Media(id=self.next_id, kind="image", digest=digest, data=data))
+                raise no_images(where)
 
     def _calls(self, message: Message, where: str) -> None:
         calls = message.tool_calls or []
@@ -141,13 +136,6 @@ def _plain_text(content: Any, where: str) -> str:
     return "".join(texts)
 
 
-def _image(url: str, where: str) -> bytes:
-    if not url.startswith("data:"):
-        raise InvalidParameter(
-            "image URLs are not fetched", hint="send the image as a data: URL", param=f"{where}.image_url.url"
-        )
-    _, _, encoded = url.partition(",")
-    try:
-        return base64.b64decode(encoded, validate=True)
-    except (binascii.Error, ValueError):
-        raise InvalidParameter("the data: URL is not base64", param=f"{where}.image_url.url") from None
+def no_images(where: str) -> Unsupported:
+    """The error of an image at this place of a request, however it is given."""
+    return Unsupported("this model takes no images", hint="give text", param=where)

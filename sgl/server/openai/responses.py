@@ -28,7 +28,11 @@ from sgl.server.routes import Routes
 
 routes = Routes(openai_errors("input"))
 
-_WORDS = {"max_completion_tokens": "max_output_tokens", "reasoning_effort": "reasoning.effort"}
+_WORDS = {
+    "max_completion_tokens": "max_output_tokens",
+    "reasoning_effort": "reasoning.effort",
+    "response_format": "text.format",
+}
 """Fields of a chat request as they are called here."""
 MAX_LISTED = 100
 """Items of one page."""
@@ -59,7 +63,7 @@ async def create(call: Call, body: ResponseRequest) -> Any:
     return writer.response
 
 
-@routes.get("/v1/responses/{id}", "user")
+@routes.get("/v1/responses/{id}", "user", query=("stream", "include", "include_obfuscation", "starting_after"))
 async def retrieve(call: Call) -> Any:
     """A response that is kept."""
     if call.request.query_params.get("stream") in ("true", "1"):
@@ -67,7 +71,7 @@ async def retrieve(call: Call) -> Any:
     return _needed(call.server).find(call.tenant, call.request.path_params["id"]).response
 
 
-@routes.get("/v1/responses/{id}/input_items", "user")
+@routes.get("/v1/responses/{id}/input_items", "user", query=("order", "limit", "after", "include"))
 async def list_input_items(call: Call) -> Any:
     """What a kept response answers: the items of its conversation before its output, the newest first."""
     id = call.request.path_params["id"]
@@ -175,7 +179,7 @@ async def _events(
     except SglError as error:
         if not (has_begun and plan.options.stream):
             raise
-        yield writer.fail(error)
+        yield writer.fail(call.told(error))
 
 
 _ENDINGS = ("response.completed", "response.incomplete")

@@ -14,6 +14,7 @@ import msgspec
 from sgl.errors import EmptyPrompt, InvalidParameter, Unsupported
 from sgl.server.bodies import decode_now
 from sgl.server.call import Call
+from sgl.server.openai.prompts import no_images
 from sgl.server.openai.responses_types import (
     KINDS,
     CallItem,
@@ -31,8 +32,6 @@ from sgl.server.openai.turns import Turns, plain
 from sgl.server.openai.types import (
     ChatRequest,
     FunctionCall,
-    ImagePart,
-    ImageUrl,
     JsonSchemaFormat,
     Message,
     Object,
@@ -56,6 +55,7 @@ _SAME = (
     "frequency_penalty",
     "repetition_penalty",
     "ignore_eos",
+    "unsupported",
     "max_reasoning_tokens",
     "chat_template_kwargs",
     "stream",
@@ -181,14 +181,8 @@ def _content(given: str | list[Part], place: str) -> str | list[ChatPart]:
     parts: list[ChatPart] = []
     for number, part in enumerate(given):
         match part:
-            case InputImage(image_url=url):
-                if url is None:
-                    raise InvalidParameter(
-                        "an image has no image_url; files are not kept here",
-                        hint="send the image as a data: URL",
-                        param=f"{place}.content[{number}].image_url",
-                    )
-                parts.append(ImagePart(ImageUrl(url)))
+            case InputImage():
+                raise no_images(f"{place}.content[{number}]")
             case Refusal(refusal=text):
                 parts.append(RefusalPart(text))
             case _:

@@ -49,7 +49,7 @@ class ResponseWriter:
         for block in self._blocks.feed(step.pieces):
             yield from self._block(block, "completed")
         if step.value is not None:
-            yield from self._end(step.value)
+            yield from self._end(step.value, breaks_off=step.breaks_off)
 
     def fail(self, error: SglError) -> Event:
         """The response failed."""
@@ -70,8 +70,8 @@ class ResponseWriter:
                 self.response["output"][-1] = self._item.shown(status)
                 yield from self._of_item(self._item, self._item.closed(status))
 
-    def _end(self, value: ValueEvent) -> Iterator[Event]:
-        was_cut = value.finish == "length"
+    def _end(self, value: ValueEvent, *, breaks_off: bool) -> Iterator[Event]:
+        was_cut = value.finish == "length" or breaks_off
         status = "incomplete" if was_cut else "completed"
         for block in self._blocks.close():
             if isinstance(block, BlockEnds) and isinstance(self._item, _Message) and self._logprobs is not None:
@@ -80,7 +80,9 @@ class ResponseWriter:
         self.response["usage"] = usage_of(value.usage)
         self.response["status"] = status
         if was_cut:
-            self.response["incomplete_details"] = {"reason": "max_output_tokens"}
+            self.response["incomplete_details"] = {
+                "reason": "max_output_tokens" if value.finish == "length" else "stop"
+            }
         yield self._event(f"response.{status}", response=self.response)
 
     def _of_item(self, item: _Item, named: Iterable[_Named]) -> Iterator[Event]:

@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeAlias
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from sgl.server.openai.types import Object
+from sgl.server.openai.types import Int64, Object
 
 
 class TextFormat(msgspec.Struct, forbid_unknown_fields=True, rename={"schema_": "schema"}):
@@ -74,7 +74,8 @@ class ResponseRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     max_reasoning_tokens: int | None = None
     chat_template_kwargs: Object | None = None
     rid: str | None = None
-    priority: int | None = None
+    unsupported: Literal["refuse", "check"] | None = None
+    priority: Int64 | None = None
     cache_salt: str | None = None
     deadline_s: float | None = None
     # --- taken without effect ---

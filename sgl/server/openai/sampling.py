@@ -6,12 +6,13 @@ are refused with the one to use in their place.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
+import msgspec
+
 from sgl.errors import InvalidParameter, Unsupported
-from sgl.grammars.spec import Choices, Constraint, canonical_schema, constraint_of
+from sgl.grammars.spec import PARAMETERS, Choices, Constraint, JsonSchema, canonical_schema, constraint_of
 from sgl.lang.graph import Sampling, sampling_from_mapping
 from sgl.server.call import Call
 from sgl.server.openai.types import ChatRequest, Common, CompletionRequest, Object, ResponseFormat, StructuredOutputs
@@ -149,14 +150,11 @@ def sampling_of(call: Call, body: ChatRequest | CompletionRequest) -> Sampling:
         fields["top_logprobs_num"] = body.logprobs
     if "max_tokens" not in fields:
         fields["max_tokens"] = call.server.default_new_tokens if isinstance(body, ChatRequest) else 16
-    try:
-        return sampling_from_mapping(fields, sampling_from_mapping(call.server.engine.sampling_defaults()))
-    except InvalidParameter as error:
-        raise _in_the_clients_words(error, body) from None
+    return sampling_from_mapping(fields, sampling_from_mapping(call.server.engine.sampling_defaults()))
 
 
-def _in_the_clients_words(error: InvalidParameter, body: ChatRequest | CompletionRequest) -> InvalidParameter:
-    """The engine's names of fields as those that the body has."""
+def words_of(body: ChatRequest | CompletionRequest) -> dict[str, str]:
+    """The engine's names of fields, and those that the body has for them (see `Call.words`)."""
     names = {"min_new_tokens": "min_tokens", "max_new_tokens": "max_tokens", "top_logprobs_num": "logprobs"}
     if isinstance(body, ChatRequest):
         names["top_logprobs_num"] = "top_logprobs"
@@ -164,25 +162,7 @@ def _in_the_clients_words(error: InvalidParameter, body: ChatRequest | Completio
             names["max_new_tokens"] = "max_completion_tokens"
         if body.max_reasoning_tokens is None:
             names["max_reasoning_tokens"] = "thinking_budget"
-
-    return in_words(error, names)
-
-
-def in_words(error: InvalidParameter, names: Mapping[str, str]) -> InvalidParameter:
-    """An error with other names for the fields that it speaks of.
-
-    Example:
-        >>> in_words(InvalidParameter("stop is 3", param="stop"), {"stop": "stop_sequences"})
-        InvalidParameter('stop_sequences is 3')
-    """
-
-    def said(text: str) -> str:
-        return re.sub(r"\w+", lambda word: names.get(word[0], word[0]), text)
-
-    details = {**error.details}
-    if isinstance(param := details.get("param"), str):
-        details["param"] = said(param)
-    return InvalidParameter(said(error.message), hint=said(error.hint), location=error.location, **details)
+    return names
 
 
 def _chat_fields(body: ChatRequest) -> dict[str, Any]:
@@ -210,10 +190,9 @@ def constraint_in(body: Common) -> Constraint | None:
         InvalidConstraint: what cannot be read.
     """
     found: dict[str, Constraint] = {}
-    given = {name: getattr(body, name) for name in ("regex", "ebnf", "lark", "json_schema", "structural_tag")}
-    own = constraint_of(given)
+    own = constraint_of({name: getattr(body, name) for name in PARAMETERS})
     if own is not None:
-        found[next(name for name, value in given.items() if value is not None)] = own
+        found[next(name for name in PARAMETERS if getattr(body, name) is not None)] = own
     if body.response_format is not None and (asked := _of_format(body.response_format)) is not None:
         found["response_format"] = asked
     if body.structured_outputs is not None and (asked := _of_structured(body.structured_outputs)) is not None:
@@ -221,7 +200,21 @@ def constraint_in(body: Common) -> Constraint | None:
     if len(found) > 1:
         first, second = list(found)[:2]
         raise InvalidParameter(f"{first} and {second} are both given; one must go", param=second)
-    return next(iter(found.values()), None)
+    asked = next(iter(found.values()), None)
+    if body.unsupported is None:
+        return asked
+    if not isinstance(asked, JsonSchema):
+        raise InvalidParameter("unsupported is given without a JSON schema", hint="leave it out", param="unsupported")
+    return msgspec.structs.replace(asked, unsupported=body.unsupported)
+
+
+def constraint_field(body: Common) -> str:
+    """The field that has the constraint of a request; empty without one."""
+    given = next((name for name in PARAMETERS if getattr(body, name) is not None), "")
+    if given or body.structured_outputs is None:
+        return given or ("response_format" if body.response_format is not None else "")
+    names = (name for name in _STRUCTURED if getattr(body.structured_outputs, name) not in (None, False))
+    return f"structured_outputs.{next(names, '')}".rstrip(".")
 
 
 def _of_format(given: ResponseFormat) -> Constraint | None:
@@ -259,9 +252,11 @@ def _of_format(given: ResponseFormat) -> Constraint | None:
             return constraint_of({"structural_tag": tag})
 
 
+_STRUCTURED = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
+
+
 def _of_structured(given: StructuredOutputs) -> Constraint | None:
-    names = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
-    asked = {name: value for name in names if (value := getattr(given, name)) not in (None, False)}
+    asked = {name: value for name in _STRUCTURED if (value := getattr(given, name)) not in (None, False)}
     if len(asked) > 1:
         first, second = list(asked)[:2]
         raise InvalidParameter(
@@ -272,9 +267,11 @@ def _of_structured(given: StructuredOutputs) -> Constraint | None:
             case "json_object":
                 return constraint_of({"json_schema": ANY_OBJECT})
             case "choice":
-                if not all(value):
+                if not value or not all(value):
                     raise InvalidParameter(
-                        "structured_outputs.choice has an empty option", param="structured_outputs.choice"
+                        f"structured_outputs.choice has {'an empty option' if value else 'no options'}",
+                        hint="give texts to choose from",
+                        param="structured_outputs.choice",
                     )
                 return Choices(tuple(value))
             case "json" | "grammar":

@@ -6,12 +6,13 @@ not here is refused (or passed over with a warning, `--lenient`). What is taken 
 
 from __future__ import annotations
 
-from typing import Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET, Meta, UnsetType
 
 Object: TypeAlias = dict[str, Any]
+Int64: TypeAlias = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
@@ -156,12 +157,13 @@ class Common(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     json_schema: Object | str | None = None
     structural_tag: Object | str | None = None
     structured_outputs: StructuredOutputs | None = None
+    unsupported: Literal["refuse", "check"] | None = None
     grammar_backend: str | None = None
     # --- the request ---
     stream: bool = False
     stream_options: StreamOptions | None = None
     rid: str | None = None
-    priority: int | None = None
+    priority: Int64 | None = None
     cache_salt: str | None = None
     deadline_s: float | None = None
     # --- taken without effect ---

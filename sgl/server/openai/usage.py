@@ -9,7 +9,7 @@ from sgl.lang.graph import ValueEvent
 
 
 def finish_reason(value: ValueEvent, *, has_calls: bool = False) -> str:
-    """`stop`, `length`, or `tool_calls` when the message calls tools and was not cut off."""
+    """`stop`, `length`, or `tool_calls` when the message calls tools and was not cut off, which the caller knows."""
     return "tool_calls" if has_calls and value.finish == "stop" else value.finish
 
 
