@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
+from functools import cache
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -132,8 +133,18 @@ async def _slow_reader(target: Target) -> None:
         writer.close()
 
 
+@cache
+def _body(make: Callable[[], dict[str, Any]]) -> bytes:
+    """A large body, made once: an attacker has cores of its own, and here it shares the server's."""
+    return json.dumps({**_TEXT, **make()}).encode()
+
+
+def _long_prompt() -> dict[str, Any]:
+    return {"prompt": "a" * (27 * _MEGABYTE)}
+
+
 async def _oversized_text(target: Target) -> None:
-    await target.post({**_TEXT, "prompt": "a" * (27 * _MEGABYTE)})
+    await target.post(_body(_long_prompt))
 
 
 def _choices(depth: int) -> dict[str, Any]:
@@ -144,11 +155,17 @@ def _choices(depth: int) -> dict[str, Any]:
     return schema
 
 
+_BOMBS: tuple[Callable[[], dict[str, Any]], ...] = (
+    lambda: {"regex": "(" * 30_000},
+    lambda: {"json_schema": {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}},
+    lambda: {"json_schema": _choices(8)},
+    lambda: {"json_schema": _choices(14)},
+)
+
+
 async def _grammar_bomb(target: Target) -> None:
-    await target.post({**_TEXT, "regex": "(" * 30_000})
-    await target.post({**_TEXT, "json_schema": {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}})
-    for depth in (8, 14):
-        await target.post({**_TEXT, "json_schema": _choices(depth)})
+    for make in _BOMBS:
+        await target.post(_body(make))
 
 
 async def _regex_explosion(target: Target) -> None:
