@@ -11,6 +11,8 @@ import hashlib
 import json
 import os
 import re
+import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,6 +21,7 @@ import pytest
 from support.browser import Page, browsing, chromium
 from support.serving import serving
 
+import sgl
 from sgl.bench.serve import own_server
 from sgl.runtime.engine import Engine
 from sgl.server.playground import page
@@ -61,6 +64,52 @@ def test_anybody_gets_the_page_unless_it_is_off(dummy_engine: Engine) -> None:
         assert (head.status_code, head.content) == (200, b"")
     with serving(dummy_engine, playground=False) as served:
         assert httpx2.get(f"{served.url}/", trust_env=False).status_code == 404
+
+
+ELEMENTS = """
+class Element {
+  constructor(tag, attributes, parts) {
+    Object.assign(this, { tag, className: attributes.class || "", style: {}, parts });
+  }
+  get textContent() { return this.parts.map((part) => part.textContent ?? part).join(""); }
+  set textContent(text) { this.parts = [text]; }
+  append(...parts) { for (const part of parts) { part.around = this; this.parts.push(part); } }
+  replaceChildren(...parts) {
+    this.parts = [];
+    this.append(...parts.map((part) => part.tag ? part : new String(part)));
+  }
+  after(...parts) { this.around.parts.splice(this.around.parts.indexOf(this) + 1, 0, ...parts); }
+}
+const make = (tag, attributes = {}, ...parts) => new Element(tag, attributes, parts);
+const byId = () => ({ textContent: "[]" });
+class Job {}
+"""
+"""As much of a document as `program.js` needs to show a run."""
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="no Node.js here")
+def test_a_select_is_shown_once(dummy_engine: Engine) -> None:
+    @sgl.function
+    def grade(s: sgl.ProgramState) -> None:
+        s += "Essay. Grade: " + sgl.select("grade", ["A", "B"]) + ", as it is: " + sgl.select("again", ["C", "D"])
+
+    graph = json.loads(grade.compile().to_json())
+    with serving(dummy_engine) as served:
+        response = httpx2.post(f"{served.url}/v1/programs", json={"program": graph, "stream": True}, trust_env=False)
+    events = [json.loads(line[6:]) for line in response.text.splitlines() if line.startswith("data: ")]
+    whole = next(event["text"] for event in events if event["type"] == "done")
+    show = f"""
+const output = make("div", {{}});
+const run = new ProgramRun({{}}, output);
+const shown = (part) => part.className === "counts" || part.tag === "ul" ? "" : part.parts
+  ? part.parts.map(shown).join("") : String(part);
+(async () => {{
+  for (const event of {json.dumps(events)}) await run.take(event);
+  console.log(JSON.stringify(output.parts[0].parts.slice(1).map(shown)));
+}})();"""
+    source = (FILE.parent / "program.js").read_text(encoding="utf-8")
+    done = subprocess.run(["node", "-e", ELEMENTS + source + show], capture_output=True, text=True, check=False)
+    assert (done.stderr, json.loads(done.stdout or "[]")) == ("", [whole])
 
 
 # --- in a browser ---------------------------------------------------------------------------------------------------
@@ -175,6 +224,11 @@ def test_program(shown: Page, pictures: Path) -> None:
     assert (len(set(tops)) == 1) == (shown.value("innerWidth") == WIDE)  # side by side where there is room
     output = shown.text("#program-output")
     assert "Tea <b>is</b> good." in output
+    branch = shown.value(
+        "[...document.querySelector('#program-output > .branch > .text').children].filter((e) => \
+e.matches(':not(.branches, .counts, .bars)')).map((e) => e.textContent).join('')"
+    )
+    assert [len(grade) for grade in re.findall("Grade: ([A-C]+)", branch)] == [1]
     assert shown.value("[...document.querySelectorAll('#program-output .cached')].some((s) => s.textContent)")
     bars = shown.value(
         "[...document.querySelectorAll('.bars li span:last-child')].map((s) => parseFloat(s.textContent))"

@@ -33,6 +33,23 @@ class Branch {
     return this.values.get(event.node);
   }
 
+  /** The option of a select has come as text of the branch: it goes from there, to be shown as the value. */
+  take(option) {
+    if (!this.since.map((part) => part.text).join("").endsWith(option)) {
+      return;
+    }
+    for (let left = option.length; left > 0;) {
+      const part = this.since.at(-1);
+      const kept = part.text.slice(0, Math.max(0, part.text.length - left));
+      left -= part.text.length - kept.length;
+      part.text = kept;
+      part.span.textContent = kept;
+      if (kept === "") {
+        this.since.pop();
+      }
+    }
+  }
+
   /** A value is whole: what was cached of the prompt before it is known. */
   settle(event) {
     const usage = { prompt_tokens: 0, cached_tokens: 0, scored_tokens: 0, ...event.usage };
@@ -140,10 +157,14 @@ class ProgramRun {
 
   async settle(event, signal) {
     const branch = this.branch(event.branch);
+    const isSelect = event.choices && event.choices.length;
+    if (isSelect) {
+      branch.take(event.value);
+    }
     const span = branch.value(event);
     branch.settle(event);
     span.title = `${event.name}: ended by ${event.finish || "stop"}`;
-    if (event.choices && event.choices.length) {
+    if (isSelect) {
       span.className = "value select";
       span.replaceChildren(event.value);
       span.after(counts(event), bars(event.choices));
