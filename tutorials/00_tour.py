@@ -16,7 +16,7 @@ def title(text):
     print(f"\n== {text}")
 
 
-print("The embedded model has 135 million parameters, which is tiny: its answers have the form asked for, and little truth.")
+print("The embedded model has 135 million parameters, which is tiny: look at the form of its answers; many are untrue.")
 
 
 # 1. Chat turns. A program is a function whose first parameter is the prompt it writes. `+=` appends; `gen` asks the

@@ -21,7 +21,9 @@ def capital(s, country):
 
 
 # `stop="."` ends the generation before the first full stop, `max_tokens` after eight tokens at most, and
-# `temperature=0` takes the most probable token each time, so the same program gives the same text again.
+# `temperature=0` takes the most probable token each time, so the same program gives the same text again. Where
+# nothing is said, a generation has at most 128 tokens, and they are drawn: with the temperature that the model
+# recommends, else 1.0.
 #
 # ## Run it
 #

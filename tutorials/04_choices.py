@@ -57,11 +57,13 @@ for method in METHODS:
     state = capital.run(method)
     print(f"{method.name:36} {state['city']}")
 
-# The scores behind a decision are in the meta information: here of the last run, one number per option, and the
-# log-probability of each of an option's tokens.
+# The scores behind a decision are in the meta information: here of the last run, one number per option as its method
+# compares them, and the log-probability of each of an option's tokens. Taking off how probable an option is by itself
+# does not help every prompt: a name that is rare without the prompt gains the most, be it right or wrong.
 
 meta = state.get_meta_info("city")
-print("scores:", [round(score, 2) for score in meta["normalized_prompt_logprobs"]])
+print("scores:", {option: round(score, 2) for option, score in meta["scores"].items()})
+assert max(meta["scores"], key=meta["scores"].get) == state["city"]
 for option in meta["input_token_logprobs"]:
     print("tokens:", [round(logprob, 2) for logprob, *_ in option])
 
