@@ -6,8 +6,10 @@ Called by `expressions`; `refuse` also by runs and states.
 
 from __future__ import annotations
 
+import difflib
+import inspect
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
 from typing import Any, TypedDict
 
@@ -17,6 +19,19 @@ from sgl.errors import InvalidParameter, Unsupported
 from sgl.grammars.spec import Constraint, JsonSchema, constraint_of
 from sgl.lang.forms import DType, Form, dtype_form, json_form, type_form
 from sgl.lang.graph import Sampling, plain, sampling_values
+
+
+def check_known(function: Callable[..., Any], unknown: Mapping[str, Any]) -> None:
+    """Raise for the first keyword that `function` has no parameter for, with the nearest one that it has."""
+    if unknown:
+        param, parameters = next(iter(unknown)), inspect.signature(function).parameters.values()
+        names = [each.name for each in parameters if each.kind is not inspect.Parameter.VAR_KEYWORD]
+        near = difflib.get_close_matches(param, names, n=1)
+        raise InvalidParameter(
+            f"{function.__name__} has no parameter {param!r}",
+            hint=f"did you mean {near[0]!r}?" if near else f"it takes {', '.join(names)}",
+            param=param,
+        )
 
 
 def check_name(name: object) -> str | None:

@@ -119,8 +119,11 @@ class BranchState:
         variable = self.find(name)
         if variable is None:
             self.program.raise_if_failed()
-            known = ", ".join(repr(known) for known in self.names()) or "none yet"
-            raise UnknownName(f"nothing is captured as {name!r}", hint=f"names here: {known}", location=user_location())
+            known = ", ".join(repr(known) for known in self.names())
+            hint = f"names here: {known}" if known else f"append it first: s += sgl.gen({name!r})"
+            if self._num_forks:
+                hint += f"; what a fork's branches have is here after join(), before it as branches[i][{name!r}]"
+            raise UnknownName(f"nothing is captured as {name!r}", hint=hint, location=user_location())
         return variable
 
     def name_of(self, expr: GenExpr | SelectExpr) -> str:

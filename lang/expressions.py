@@ -16,6 +16,7 @@ from sgl.errors import InvalidParameter
 from sgl.grammars.spec import Constraint
 from sgl.lang.arguments import (
     SamplingArguments,
+    check_known,
     check_list_append,
     check_name,
     check_no_tools,
@@ -150,13 +151,15 @@ def gen(
     grammar_backend: Literal["auto", "llguidance", "xgrammar"] | None = None,
     token_healing: bool | None = None,
     max_reasoning_tokens: int | None = None,
+    **unknown: Any,
 ) -> GenExpr[Any] | SelectExpr:
     """Let the model continue; the text is captured under `name`.
 
     Args:
         name: of the capture; an unnamed one cannot be read, but its text is there.
         max_tokens, min_tokens, temperature, ...: sampling (see `sgl.lang.sampling.Sampling`); what is not given comes
-            from `run`, then from what the model recommends, then from constants.
+            from `run`, then from what the model recommends, then from constants: 128 tokens at most, drawn with
+            temperature 1.0.
         n: samples to draw from the same prompt: `s[name]` is the list of them, and so is the meta information. Each has
             a seed of its own. The state goes on behind the first one; to go on behind each, fork:
             `forks = s.fork(3); forks += sgl.gen(name)`. A stream of the name gives the list, once all are there.
@@ -173,7 +176,7 @@ def gen(
             of one; `parallel_tool_calls` allows several; `tool_format` is how the model writes them (a name of
             `sgl.grammars.formats.TOOL_FORMATS`; the model's own without it).
         choices: the value is one of them (this is `select`).
-        regex: the whole value matches it.
+        regex: the whole value matches it. `\\d` takes every digit of Unicode, as in `re`; `[0-9]` those of ASCII.
         json_schema: text, dict or a Python type (Pydantic model, dataclass, TypedDict, Enum, `list[int]`, ...; see
             `sgl.grammars.types`); the value is JSON valid under it, with its properties in this order.
         ebnf: a grammar as GBNF writes it; the whole value is a text of it.
@@ -206,6 +209,7 @@ def gen(
         >>> state["idea"], state.text()
         (['tea', 'coffee', 'cake'], 'An idea: tea')
     """
+    check_known(gen, unknown)
     name = check_name(name)
     refuse(return_text_in_logprobs=return_text_in_logprobs)
     constraints: dict[str, Any] = {
@@ -350,6 +354,7 @@ def select(
     seed: int | None = None,
     all_scores: bool = True,
     list_append: bool = False,
+    **unknown: Any,
 ) -> SelectExpr:
     """Append the option that the model scores highest; drawn from the scores when `temperature` > 0.
 
@@ -370,6 +375,7 @@ def select(
         >>> judge.run(backend=sgl.MockBackend(choices={"verdict": "no"}))["verdict"]
         'no'
     """
+    check_known(select, unknown)
     name = check_name(name)
     if choices is None or isinstance(choices, (str, Set)):  # a set has no order, and the first option wins a tie
         raise InvalidParameter(f"choices is {choices!r}; expected a list of strings", param="choices")

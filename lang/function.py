@@ -149,8 +149,13 @@ class SglFunction(Inspectable, Generic[P, R]):
                 ) from None
             near = difflib.get_close_matches(unknown[0], sorted(_RUN_OPTIONS), n=1) if unknown else []
             hint = f"{taken[0]!r} is an option of run() itself: pass it by position" if taken else "check the arguments"
+            free = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in self.__signature__.parameters.values())
+            fault = str(error)
+            if unknown and not free:
+                others = f"; {error}" if fault.startswith("missing") else ""
+                fault = f"there is no parameter {unknown[0]!r}{others}"
             raise InvalidParameter(
-                f"{self.__name__}{self.__signature__}: {error}",
+                f"{self.__name__}{self.__signature__}: {fault}",
                 hint=f"did you mean {near[0]!r}?" if near else hint,
                 param=unknown[0] if unknown else "",
             ) from None

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, ParamSpec, TypeAlias, cast, overload
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, NoReturn, ParamSpec, TypeAlias, cast, overload
 
 from sgl.errors import GenerationError, InvalidParameter, InvalidProgram, SourceLocation, StateLost
 from sgl.lang import variables
@@ -72,9 +72,16 @@ class StateBase:
 
     # --- appending ---
 
-    def __iadd__(self, other: Appendable) -> Self:
+    def __iadd__(self, other: Appendable) -> Self:  # type: ignore[misc] # `+` itself is refused
         self._core.append(other, user_location())
         return self
+
+    def __add__(self, other: object) -> NoReturn:
+        raise InvalidProgram(
+            "a state was added to with +, which would make another one; it is appended to in place",
+            hint="write s += ... in place of s = s + ...",
+            location=user_location(),
+        )
 
     def _turn(self, role: str, expr: Appendable | None) -> Any:
         location = user_location()

@@ -46,6 +46,12 @@ def append(s: Any, value: object) -> None:
         (lambda s: append(s, sgl.gen("x", stop={"a": 1})), InvalidParameter, "stop is"),
         (lambda s: append(s, sgl.gen("x", max_tokens=10**30)), InvalidParameter, "max_tokens"),
         (lambda s: s.fork(20_000), InvalidParameter, "at most 10000"),
+        (lambda s: append(s, sgl.gen("x", max_token=5)), InvalidParameter, "did you mean 'max_tokens'"),
+        (lambda s: append(s, sgl.gen("x", temprature=0)), InvalidParameter, "did you mean 'temperature'"),
+        (lambda s: append(s, sgl.select("x", choice=["a"])), InvalidParameter, "did you mean 'choices'"),
+        (lambda s: s + "more", InvalidProgram, r"write s \+= "),
+        (lambda s: s["x"], InvalidProgram, r"append it first: s \+= sgl.gen\('x'\)"),
+        (lambda s: (s.fork(2).__iadd__(sgl.gen("x")), s["x"]), InvalidProgram, r"after join\(\).*branches\[i\]\['x'\]"),
     ],
 )
 def test_mistakes_in_a_body(body: Callable[[Any], object], error: type[Exception], message: str) -> None:
@@ -61,6 +67,8 @@ def test_mistakes_around_a_program() -> None:
         sgl.function(generator)
     with pytest.raises(InvalidParameter, match="expected a function"):
         sgl.function(5)
+    with pytest.raises(InvalidParameter, match="there is no parameter 'question'; missing a required argument: 'q'"):
+        sgl.function(lambda s, q: None).run(question="a")
     fine = program(lambda s: append(s, "x"))
     with pytest.raises(InvalidParameter, match="backend is 5"):
         fine.run(backend=5)
