@@ -28,6 +28,9 @@ SAMPLING = frozenset(
 )
 """Options of a run that say how long its generations may become, and the like."""
 
+OWN_FLAGS = frozenset(("--run", "--assume", "--html", "--output", "-o", "--save", "--json"))
+"""What may be meant for this command where it stands behind the file."""
+
 
 class _Explained(BaseException):
     """The file's first run is explained: it has done what it was executed for. No `Exception`, so that none of the
@@ -58,6 +61,8 @@ def explain(
     from sgl.lang.watching import watching
 
     path = check_file(file)
+    for flag in (each for each in args or () if each in OWN_FLAGS):
+        say(f"{flag} behind {path.name} is an argument of the program; for sgl explain write it before the file")
     config_from_mapping(engine)
     export(engine)
     found: list[Explanation] = []

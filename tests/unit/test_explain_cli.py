@@ -79,6 +79,16 @@ def test_no_way_to_run_a_program_is_missed(run: str, tmp_path: Path, capsys: pyt
     assert "made" not in out
 
 
+def test_a_flag_of_the_command_behind_the_file_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    file = tmp_path / "program.py"
+    file.write_text(PROGRAM.format(runs=""))
+    with pytest.raises(SystemExit):
+        main(["explain", "--model-path", "dummy", str(file), "--run", "other"])
+    told = [line for line in capsys.readouterr().err.splitlines() if "argument of the program" in line]
+    assert len(told) == 1
+    assert told[0].startswith("--run behind program.py")
+
+
 def test_an_async_run_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     runs = "import asyncio\nstate = asyncio.run(ask.run_async('a', backend=backend))\nprint('made', state['answer'])"
     assert explain(tmp_path, runs, "--run", "--assume", "answer=yes") == 0
