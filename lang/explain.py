@@ -484,7 +484,8 @@ def lines_of(plan: Plan) -> list[str]:
     """The plan as lines of text."""
     counted = plan.counted_by if plan.exact else f"{plan.counted_by} (not exact)"
     lines = [
-        f"{plan.program}: {plan.rows} row{'s' * (plan.rows != 1)}, {plan.nodes} nodes on {plan.branches} branches; "
+        f"{plan.program}: {plan.rows} row{'s' * (plan.rows != 1)}, {plan.nodes} nodes on "
+        f"{plan.branches} branch{'es' * (plan.branches != 1)}; "
         f"tokens of {counted}",
         "",
         f"{'':32}{'predicted':>12}{'measured':>12}" if plan.measured is not None else f"{'':32}{'predicted':>12}",
