@@ -93,8 +93,8 @@ async def encode(call: Call, body: EncodeRequest) -> Any:
 @routes.post("/classify", "user", EncodeRequest)
 async def classify(call: Call, body: EncodeRequest) -> Any:
     """Labels of texts with their shares (see `sgl.Engine.classify`)."""
-    call.server.check_encodes("classify")
     inputs = await _asked(call, body)
+    call.server.check_encodes("classify")
     outputs = await call.compute(
         call.server.engine.async_classify(inputs.texts, input_ids=inputs.ids, truncate=body.truncate)
     )
@@ -130,9 +130,9 @@ def vectors_of(outputs: list[dict[str, Any]], dimensions: int | None) -> list[li
 async def rerank(call: Call, body: RerankRequest) -> Any:
     """Documents by their score with a query, best first."""
     call.server.check_model(body.model)
-    call.server.check_encodes("rerank")
     check_count("documents", len(body.documents), MAX_INPUTS)
     check_expanded("documents", len(body.documents) * len(body.query) + sum(map(len, body.documents)))
+    call.server.check_encodes("rerank")
     ranked = await call.compute(
         call.server.engine.async_rerank(body.query, body.documents, top_n=body.top_n, truncate=body.truncate)
     )
