@@ -37,6 +37,21 @@ def http(served: Served) -> Iterator[httpx2.Client]:
         yield client
 
 
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("json_schema", {"enum": ["a" * 64] * 5000}),
+        ("response_format", {"type": "json_schema", "json_schema": {"name": "a", "schema": {"const": "a" * 300_000}}}),
+    ],
+)
+def test_constraints_are_not_read_beyond_a_bound(http: httpx2.Client, field: str, value: Any) -> None:
+    response = http.post("/v1/completions", json={"prompt": "a", "max_tokens": 2, field: value})
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert (error["code"], error["param"]) == ("constraint_too_complex", field)
+    assert "at most 262144 are read" in error["message"]
+
+
 LOGPROBS: dict[str, Any] = {"max_tokens": 2048, "logprobs": 20}
 
 
