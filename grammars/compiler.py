@@ -10,6 +10,7 @@ same constraint at once may both compile it; one result is kept.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
@@ -22,7 +23,7 @@ from sgl.grammars import ebnf, lark, structural_tag
 from sgl.grammars.choices import ChoicesGrammar, Vocabulary
 from sgl.grammars.closing import Closer
 from sgl.grammars.keywords import check_schema, unenforced
-from sgl.grammars.lengths import lengths_of, repeat, sequence, text
+from sgl.grammars.lengths import Lengths, lengths_of, repeat, sequence, text
 from sgl.grammars.matcher import CompiledGrammar
 from sgl.grammars.numbers import BoundedNumbers
 from sgl.grammars.reasoning import Reasoning, ReasoningGrammar, ReasoningTables
@@ -272,18 +273,30 @@ class GrammarCompiler:
                 self._closer = Closer(self._backends[name].vocabulary)
             return self._backends[name]
 
+    def _lengths(self, constraint: Constraint) -> Lengths:
+        """The lengths of a constraint; refuses what no generation could complete, before an engine begins with it."""
+        lengths = lengths_of(constraint, self._limits)
+        if self._limits.max_shortest_bytes < lengths.shortest < math.inf:
+            raise ConstraintTooComplex(
+                f"the shortest text that the constraint allows is longer than the {self._limits.max_shortest_bytes:,} "
+                "bytes that are taken",
+                hint="repeat less often",
+            )
+        return lengths
+
     def _compile(self, constraint: Constraint, name: str) -> CompiledGrammar:
         backend = self._backend(name)
         grammar: CompiledGrammar
+        if isinstance(constraint, JsonSchema) and constraint.unsupported == "check":
+            return self._compile_loosened(constraint, backend, name)
+        lengths = self._lengths(constraint)
         if isinstance(constraint, Choices):
             grammar = ChoicesGrammar(constraint.options, backend.vocabulary)
         elif not isinstance(constraint, JsonSchema):
             grammar = backend.compile(constraint)
-        elif constraint.unsupported == "check":
-            return self._compile_loosened(constraint, backend, name)
         else:
             grammar = BoundedNumbers(backend.compile(constraint), backend.vocabulary, constraint.max_number_len)
-        self.closer.know(grammar, lengths_of(constraint, self._limits))
+        self.closer.know(grammar, lengths)
         return grammar
 
     def _compile_loosened(self, constraint: JsonSchema, backend: Backend, name: str) -> CompiledGrammar:
@@ -292,6 +305,7 @@ class GrammarCompiler:
         schema = loosened(whole, unenforced(whole, name, self._limits), self._limits)
         for _ in range(_MAX_LOOSENED):
             check_schema(schema, name, self._limits, checkable=False)
+            lengths = self._lengths(JsonSchema(schema))
             try:
                 inner = backend.compile(msgspec.structs.replace(constraint, schema=schema))
             except UnsupportedSchema as error:
@@ -310,7 +324,7 @@ class GrammarCompiler:
         if schema != loosened(whole, (), self._limits):
             self._validator.check_schema(whole)
             grammar = CheckedGrammar(grammar, whole, self._validator)
-        self.closer.know(grammar, lengths_of(JsonSchema(schema), self._limits))
+        self.closer.know(grammar, lengths)
         return grammar
 
 

@@ -56,6 +56,8 @@ _OF_FORMATS = {
 }
 """Formats that have no pattern in `FORMATS`."""
 _LARK_DETOUR = 63
+_MOST = 10**15
+"""Bytes of what is repeated; counts of nested repeats multiply beyond what a float holds."""
 _MAX_ROUNDS = 8
 """Evaluations of what refers to itself, until nothing changes."""
 
@@ -109,8 +111,8 @@ def repeat(part: Lengths, low: int, high: int | None) -> Lengths:
         return NOTHING
     again = part.shortest if high is None or high > low else 0
     return Lengths(
-        low * part.shortest if low else 0,
-        part.rest + (max(0, low - 1) * part.shortest if low > 1 else 0),
+        min(low * part.shortest, _MOST) if low else 0,
+        part.rest + (min((low - 1) * part.shortest, _MOST) if low > 1 else 0),
         max(part.detour, again),
     )
 
@@ -147,13 +149,17 @@ def lengths_of(constraint: Constraint, limits: Limits = DEFAULT_LIMITS) -> Lengt
 def _settled(names: Sequence[Any], size: Callable[[Any, Mapping[Any, Lengths]], Lengths]) -> dict[Any, Lengths]:
     """The lengths of named parts that may refer to one another."""
     known = dict.fromkeys(names, NOTHING)
-    for _ in range(_MAX_ROUNDS):
+    for number in range(_MAX_ROUNDS):
         before = dict(known)
-        for name in reversed(names):  # what is named later is more often referred to than it refers
+        # What is named later is more often referred to than it refers; chains that run the other way settle as soon.
+        for name in names if number % 2 else reversed(names):
             known[name] = size(name, known)
         if known == before:
             return known
-    return {name: found._replace(rest=math.inf) for name, found in known.items()}
+    if all(found._replace(rest=before[name].rest) == before[name] for name, found in known.items()):
+        return {name: found._replace(rest=math.inf) for name, found in known.items()}  # they nest without end
+    detour = sum(found.shortest + found.detour for found in known.values() if found.shortest < math.inf)
+    return {name: found._replace(rest=math.inf, detour=detour) for name, found in known.items()}
 
 
 # --- patterns and grammars --------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import islice
 from typing import NamedTuple
 
 from sgl.errors import SglError
@@ -19,6 +20,8 @@ from sgl.runtime.text.transcript import Transcript
 
 Reply = Callable[[StateText | None, SglError | None], None]
 
+_MOST_NODES = 2000
+"""Nodes that are looked through for whole turns at once, as others wait meanwhile."""
 SMALL = 4096
 """Characters that are encoded at once, on the core's thread; longer text goes to a job."""
 
@@ -94,7 +97,7 @@ class Branch:
         turns: list[WholeTurn] = []
         begin: Role | None = None
         content: list[str] = []
-        for node in self.queue:
+        for node in islice(self.queue, _MOST_NODES):
             match node:
                 case Role(begin=True) if begin is None:
                     begin, content, num_nodes = node, [], 1

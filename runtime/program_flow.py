@@ -158,11 +158,14 @@ class ProgramFlow:
         return "".join(texts)
 
     def beginning_of(self, node: Text) -> tuple[str, bool]:
-        """The text of a node up to the first value that does not exist, and whether that is all of it."""
+        """The text of a node up to the first value that does not exist, or to the length that `text_of` refuses, and
+        whether that is all of it."""
         texts: list[str] = []
+        size = 0
         for segment in node.segments:
             text = segment.text if isinstance(segment, LiteralText) else self._lookup(segment, node.id)
-            if text is None:
+            size += len(text or "")
+            if text is None or size > DEFAULT_LIMITS.max_prompt_bytes:
                 return "".join(texts), False
             texts.append(text)
         return "".join(texts), True

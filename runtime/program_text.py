@@ -59,12 +59,15 @@ class ProgramText:
         Raises:
             InvalidProgram: the program wrote too much: values may stand in its texts again and again.
         """
-        self._written += len(text)
+        self._count_written(len(text))
+        branch.transcript.add_text(text)
+
+    def _count_written(self, num_characters: int) -> None:
+        self._written += num_characters
         if self._written > MAX_WRITTEN:
             raise InvalidProgram(
                 f"the program's texts have more than {MAX_WRITTEN} characters", hint="write less, or several programs"
             )
-        branch.transcript.add_text(text)
 
     def flush(self, branch: Branch) -> None:
         """Encode the pending unit and append it."""
@@ -105,11 +108,15 @@ class ProgramText:
 
         Args:
             beginning_of: as `ProgramFlow.beginning_of`.
+
+        Raises:
+            InvalidProgram: as `write`.
         """
         turns = branch.whole_turns(beginning_of) if self._services.config.rerender == "template" else []
         if not turns:
             return None
         *taken, last = turns
+        self._count_written(sum(len(turn.content) for turn in taken))
         branch.transcript.take_turns([{"role": turn.begin.role, "content": turn.content} for turn in taken])
         for _ in range(sum(turn.num_nodes for turn in taken)):
             branch.queue.popleft()

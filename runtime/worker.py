@@ -78,9 +78,9 @@ from sgl.runtime.step_log import StepLog
 from sgl.runtime.watchdog import Watchdog
 
 _JOB_THREADS = 4
+"""More than one, so that a constraint that compiles for seconds does not hold up the texts behind it."""
 _SWITCH_S = 0.0005
 """How long a job may hold Python's lock while the step loop waits for it, which it does several times in a step."""
-"""More than one, so that a constraint that compiles for seconds does not hold up the texts behind it."""
 
 log = logging.getLogger("sgl.worker")
 

@@ -1,5 +1,21 @@
 """sgl: structured generation that starts from the language.
 
+A program is a function whose state `s` grows; what the model adds has names, and can be held to a form::
+
+    import sgl
+
+    @sgl.function
+    def rate(s, review):
+        s += sgl.user("Is this review positive or negative? " + review)
+        s += sgl.assistant(sgl.select("mood", ["positive", "negative"]))
+        s += sgl.user("How many stars of five?")
+        s += sgl.assistant(sgl.gen_int("stars", max_tokens=2))
+
+    state = rate.run("The food was cold.")
+    print(state["mood"], state["stars"])
+
+`help(sgl.gen)`, `help(sgl.select)` and `help(sgl.function)` go on from here; `tutorials/` has a script for each part.
+
 Owns the public names (lazy: importing this loads no model code) and the default backend: with none set, an engine on
 the embedded model starts at the first use and stops at exit.
 """

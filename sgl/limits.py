@@ -79,6 +79,9 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         int, Meta(ge=0, description="JSON text of a program's variables for the chat template, read at every turn.")
     ] = 16 * 2**10
     max_schema_bytes: Annotated[int, Meta(ge=1, description="JSON schema, regex or grammar text.")] = 64 * 2**10
+    max_shortest_bytes: Annotated[
+        int, Meta(ge=1, description="Shortest text that a constraint allows; engines write a forced one out at once.")
+    ] = 512 * 2**10
     max_compile_s: MaxCompileS = 2.0
     max_compile_bytes: MaxCompileBytes = 256 * 2**20
     max_graph_nodes: Annotated[

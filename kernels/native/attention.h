@@ -136,8 +136,8 @@ class Attention {
 
     int64_t partial_floats() const { return partials_ * heads_.query * (wide_ + 2); }
     int64_t scratch_floats() const {
-        if (tiled_) return TiledLook::floats(heads_.dim, most_ * heads_.group());
-        return KEYS * (2 * wide_ + TOGETHER) + QUERIES * heads_.group() * (wide_ + 2 * (wide_ + 2));
+        int64_t plain = KEYS * (2 * wide_ + TOGETHER) + most_ * heads_.group() * (wide_ + 2 * (wide_ + 2));
+        return tiled_ ? std::max(plain, TiledLook::floats(heads_.dim, most_ * heads_.group())) : plain;
     }
 
     // Called by all members, and `then` by one at the end. `query` is [T, heads, dim], scaled already; `out` has the
@@ -152,7 +152,7 @@ class Attention {
             int64_t first = index * span % heads_.kv;
             for (int64_t head = first; head < first + span; head++) {
                 int64_t reach = head == first ? span * heads_.dim : 0;
-                if (tiled_) {
+                if (tiled_ && hides_numbers_only(task, head, static_cast<const uint16_t*>(values))) {
                     compute_in_tiles(task, head, reach, query, static_cast<const uint16_t*>(keys),
                                      static_cast<const uint16_t*>(values), partial, scratch, out);
                 } else if (heads_.bfloat16) {
@@ -225,6 +225,18 @@ class Attention {
     void finish(const Seen& seen, float* out) const {
         float inverse = 1.0f / seen.mass();
         for (int64_t d = 0; d < heads_.dim; d++) out[d] = seen.mixed[d] * inverse;
+    }
+
+    // Whether the values that some token of the task does not see are numbers. A weight of zero makes no NaN harmless
+    // on the matrix unit, which multiplies by it.
+    bool hides_numbers_only(const Task& task, int64_t head, const uint16_t* values) const {
+        if (task.split >= 0) return true;  // its tokens see all of their split
+        int64_t first = task.ancestors ? std::min(task.limit(0), task.tree) : task.limit(0), bad = 0;
+        for (int64_t position = first; position < task.limit(task.rows - 1); position++) {
+            const uint16_t* value = values + (heads_.slot(task.pages, position) * heads_.kv + head) * heads_.dim;
+            for (int64_t d = 0; d < heads_.dim; d++) bad |= (value[d] & 0x7f80) == 0x7f80;
+        }
+        return !bad;
     }
 
     // As `compute`, on the matrix unit.

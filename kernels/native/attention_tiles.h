@@ -2,8 +2,8 @@
 //
 // Everything stands on its side: a tile of scores has keys for rows and 16 queries for columns, so that the running
 // softmax goes down the lanes and a query never leaves its own. Queries, keys, values and weights are bfloat16, sums are
-// float. A key that a query does not see has weight 0 and changes nothing, so a query's bits follow from its context
-// alone, as attention.h promises.
+// float. A key that a query does not see has weight 0 and changes nothing where its value is a number, so a query's bits
+// follow from its context alone, as attention.h promises; attention.h looks out for others.
 #pragma once
 
 #include <algorithm>

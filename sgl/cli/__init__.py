@@ -98,7 +98,10 @@ def run(
     raise typer.Exit(run_file(path, args or []))
 
 
-@app.command(context_settings={"allow_interspersed_args": False, "ignore_unknown_options": False})
+@app.command(
+    short_help="Run a program and write the timeline of its steps.",
+    context_settings={"allow_interspersed_args": False, "ignore_unknown_options": False},
+)
 @guarded
 @engine_options
 def trace(
@@ -147,8 +150,11 @@ def _lost_traces() -> Iterator[list[str]]:
         logger.removeHandler(listener)
 
 
-app.command(context_settings={"allow_interspersed_args": False, "ignore_unknown_options": False})(explain)
-app.command()(serve)
+app.command(
+    short_help="What a program's run will cost, before it runs.",
+    context_settings={"allow_interspersed_args": False, "ignore_unknown_options": False},
+)(explain)
+app.command(short_help="Serve a model to programs and to OpenAI's clients.")(serve)
 app.command()(chat)
 
 
@@ -184,7 +190,7 @@ def list_models(*, as_json: Json = False) -> None:
     say(f"cache: {cache_folder()}")
 
 
-@app.command()
+@app.command(short_help="What this machine has, and how an engine would run.")
 @guarded
 @engine_options
 def doctor(

@@ -36,7 +36,7 @@ Save = Annotated[
 ]
 
 
-@bench.command()
+@bench.command(short_help="Speed of start, prompts and decoding; peers with --peer.")
 @guarded
 @engine_options
 def latency(
@@ -145,7 +145,7 @@ def latency(
         show_comparison(comparison)
 
 
-@bench.command()
+@bench.command(short_help="From import and process start to the first token.")
 @guarded
 @engine_options
 def startup(
@@ -210,7 +210,7 @@ def output(report: msgspec.Struct, as_json: bool, save: Path | None) -> bool:
     return not as_json
 
 
-@bench.command()
+@bench.command(short_help="What a recorded load costs under other settings.")
 @guarded
 @engine_options
 def simulate(

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from sgl.bench.grammar import GrammarReport
 
 
-@bench.command()
+@bench.command(short_help="Masks, compilation, constrained against free.")
 @guarded
 @engine_options
 def grammar(

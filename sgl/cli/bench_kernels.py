@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from sgl.bench.kernels import KernelReport
 
 
-@bench.command()
+@bench.command(short_help="Attention on a CUDA device, implementations compared.")
 @guarded
 def kernels(
     *,

@@ -26,7 +26,7 @@ Paths = Annotated[
 ]
 
 
-@bench.command()
+@bench.command(short_help="Perplexity and agreement of each path.")
 @guarded
 @engine_options
 def quality(
@@ -59,7 +59,7 @@ def quality(
         _show_quality(report)
 
 
-@bench.command()
+@bench.command(short_help="Tokens and bytes a second, by path, rows, context.")
 @guarded
 @engine_options
 def throughput(

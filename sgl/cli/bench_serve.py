@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from sgl.bench.serve import OfflineReport, Percentiles, ServeReport
 
 
-@bench.command()
+@bench.command(short_help="Load on a server: times to tokens, goodput, attacks.")
 @guarded
 @engine_options
 def serve(

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from sgl.bench.speculation import SpeculationReport
 
 
-@bench.command()
+@bench.command(short_help="Decoding with guesses against decoding without.")
 @guarded
 @engine_options
 def speculation(

@@ -55,6 +55,9 @@ def show_report(report: Report) -> None:
     _section("limits")
     rows = [(row.name, row.value, flag_of(row.name) if row.option else "fixed", row.meaning) for row in report.limits]
     show_table(("name", "value", "set by", "meaning"), rows)
+    if report.model.error is not None:
+        print()
+        _show_model(report.model)  # once more, where it is read
 
 
 def _show_native(native: NativeReport) -> None:

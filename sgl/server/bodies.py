@@ -57,7 +57,7 @@ CONSTRAINTS = frozenset(
         "format",
     )
 )
-"""Fields of bodies, by the names of every dialect, that hold what an output has to look like."""
+"""Fields at the top of a body that hold what an output has to look like."""
 _ESCAPED = re.compile(rb"\\.", re.DOTALL)
 _NESTING = np.zeros(256, dtype=np.int8)
 _NESTING[list(b"[{")] = 1

@@ -94,7 +94,9 @@ def test_row_02_an_endless_body_in_chunks_ends_at_the_bound(
 
 def test_row_02_a_body_in_as_many_pieces_as_are_free_is_taken(dummy_engine: Engine) -> None:
     """Bytes one by one, as some clients flush them, up to the bound."""
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
+    head = (
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nTransfer-Encoding: chunked\r\n\r\n"
+    )
     body = b'{"prompt": "a", "max_tokens": 1' + b" " * (FREE_PIECES - 32) + b"}"
     pieces = b"".join(b"1\r\n%c\r\n" % each for each in body)
     with serving(dummy_engine) as served:

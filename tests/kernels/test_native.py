@@ -328,3 +328,15 @@ def test_nan_beyond_a_context_is_not_read(dtype: torch.dtype, dim: int) -> None:
     got = step.native()
     assert got[0].isnan().all()
     assert got[1:].isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_nan_of_a_later_token_reaches_no_earlier_one(dtype: torch.dtype) -> None:
+    """As a wrong guess may leave one behind tokens that are right."""
+    step = Step([(40, 8)], heads=2, kv_heads=1, dim=32, page_size=1, dtype=dtype)
+    before = step.native()
+    step.values[step.tables[0][45]] = torch.nan
+    got = step.native()
+    assert got[:5].isfinite().all()
+    assert relative_error(got[:5], before[:5].double()) < 4e-3
+    assert got[5:].isnan().all()

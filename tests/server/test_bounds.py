@@ -203,7 +203,8 @@ def test_a_branch_that_there_is_not_is_not_found(http: httpx2.Client, branch: st
     text = {"type": "text", "id": 0, "segments": [{"type": "literal", "text": "a"}]}
     asked = {"graph": {"protocol": 1, "nodes": [text]}, "stream": True, "finish": False}
     with http.stream("POST", "/v1/programs", json=asked) as stream:
-        first = next(line for line in stream.iter_lines() if line.startswith("data: "))
+        lines = stream.iter_lines()  # kept: one that is garbage closes the connection, and with it the program
+        first = next(line for line in lines if line.startswith("data: "))
         id = json.loads(first.removeprefix("data: "))["id"]
         answer = http.get(f"/v1/programs/{id}/branches/{branch}")
         assert answer.status_code == (410 if branch == "99" else 404), answer.text

@@ -208,6 +208,9 @@ def test_numbers_end_where_more_digits_could_follow_and_go_on_where_zeros_lead_n
         assert len(found) <= longest, WORLD.text(found)
 
 
+CHAIN = ['root ::= "x" | r1', *(f"r{n} ::= r{n + 1}" for n in range(1, 12)), f'r12 ::= "{"l" * 200}"']
+
+
 @pytest.mark.parametrize(
     ("constraint", "expected"),
     [
@@ -215,6 +218,8 @@ def test_numbers_end_where_more_digits_could_follow_and_go_on_where_zeros_lead_n
         (Choices(("b", "abcde")), (1, 5, 4)),
         (Ebnf('root ::= "(" root ")" | "x"'), (1, inf, 2)),
         (Ebnf('root ::= item*\nitem ::= "begin" "end"'), (0, 8, 8)),
+        (Ebnf("\n".join(CHAIN)), (1, 200, 199)),
+        (Ebnf("\n".join(reversed(CHAIN))), (1, 200, 199)),
         (TAGS, (0, 17, 11)),
         (schema({"enum": ["yes", "perhaps"]}), (5, 9, 4)),
         (schema({"$ref": "#/$defs/a", "$defs": {"a": {"type": "array", "items": {"$ref": "#/$defs/a"}}}}), (2, inf, 3)),

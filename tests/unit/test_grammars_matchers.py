@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import matcher_conformance as conformance
 
-from sgl.errors import InvalidConstraint
+from sgl.errors import ConstraintTooComplex, InvalidConstraint
 from sgl.grammars.choices import ChoicesGrammar, Vocabulary
 from sgl.grammars.compiler import GrammarCompiler
 from sgl.grammars.llguidance_backend import MAX_FORCED
@@ -180,7 +180,7 @@ def test_numbers_are_bounded() -> None:
 
 
 def test_a_long_forced_text_is_asked_for_once() -> None:
-    """Asking at each token for all that is left would be quadratic: a constant of 16,000 characters took a minute."""
+    """Asking at each token for all that is left would be quadratic."""
     matcher = COMPILER.compile(Regex("x(ab){3000}c?")).matcher()
     asked = 0
 
@@ -204,6 +204,14 @@ def test_a_long_forced_text_is_asked_for_once() -> None:
     assert asked == 1
     matcher.rollback(600)
     assert matcher.forced_tokens()[:1] == WORLD.encode("x")
+
+
+@pytest.mark.parametrize(
+    "constraint", [Regex("(a{9000}){9000}"), JsonSchema('{"type":"array","items":{"const":"abc"},"minItems":200000}')]
+)
+def test_a_text_that_no_generation_could_complete_is_refused(constraint: Constraint) -> None:
+    with pytest.raises(ConstraintTooComplex, match="longer than the 524,288 bytes"):
+        COMPILER.compile(constraint)
 
 
 def test_forced_text_is_canonical() -> None:

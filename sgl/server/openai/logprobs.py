@@ -10,6 +10,8 @@ import codecs
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
+
 from sgl.errors import InvalidParameter
 from sgl.lang.graph import Sampling, TokenLogprob, ValueEvent
 from sgl.runtime.rendering import ModelRenderer
@@ -33,6 +35,18 @@ def most_logprobs(sampling: Sampling, prompt_len: int, context_len: int) -> int:
         return 0
     num_tokens = sampling.max_new_tokens + (prompt_len if sampling.logprob_start_len >= 0 else 0)
     return sampling.n * min(num_tokens, context_len) * (1 + sampling.top_logprobs_num + len(sampling.token_ids_logprob))
+
+
+def within_logprobs(sampling: Sampling) -> Sampling:
+    """With as many new tokens as their log-probabilities allow, for who has not said how many.
+
+    Example:
+        >>> asked = Sampling(max_new_tokens=131072, return_logprob=True, top_logprobs_num=20, n=2)
+        >>> within_logprobs(asked).max_new_tokens
+        99864
+    """
+    most = MAX_LOGPROBS // max(1, most_logprobs(sampling, 0, 1))
+    return msgspec.structs.replace(sampling, max_new_tokens=max(1, min(sampling.max_new_tokens, most)))
 
 
 def check_logprobs(num: int) -> None:

@@ -15,6 +15,7 @@ from sgl.errors import InvalidParameter, Unsupported
 from sgl.grammars.spec import PARAMETERS, Choices, Constraint, JsonSchema, canonical_schema, constraint_of
 from sgl.lang.graph import Sampling, sampling_from_mapping
 from sgl.server.call import Call
+from sgl.server.openai.logprobs import within_logprobs
 from sgl.server.openai.types import ChatRequest, Common, CompletionRequest, Object, ResponseFormat, StructuredOutputs
 
 _SAME = (
@@ -148,9 +149,11 @@ def sampling_of(call: Call, body: ChatRequest | CompletionRequest) -> Sampling:
     elif body.logprobs is not None:
         fields["return_logprob"] = True
         fields["top_logprobs_num"] = body.logprobs
-    if "max_tokens" not in fields:
+    is_bounded = "max_tokens" in fields
+    if not is_bounded:
         fields["max_tokens"] = call.server.default_new_tokens if isinstance(body, ChatRequest) else 16
-    return sampling_from_mapping(fields, sampling_from_mapping(call.server.engine.sampling_defaults()))
+    sampling = sampling_from_mapping(fields, sampling_from_mapping(call.server.engine.sampling_defaults()))
+    return sampling if is_bounded else within_logprobs(sampling)
 
 
 def words_of(body: ChatRequest | CompletionRequest) -> dict[str, str]:
