@@ -17,8 +17,8 @@ constexpr int64_t KEYS = 64;
 
 inline bool attends_in_tiles(int64_t dim) { return has_tiles() && LANES == TILE_ROWS && dim % TILE_COLS == 0; }
 
-// e^x to 3e-6 relative for x = `score` - top <= 0, where `shift` is top * LOG2E: enough for a weight that is rounded to
-// eight bits. 0 far below, 1 at the top, NaN for NaN. The Taylor polynomial of 2^x on [-1 / 2, 1 / 2].
+// e^x for x = `score` - top <= 0, where `shift` is top * LOG2E, to 3e-6 relative and what the difference of the two products
+// rounds off: enough for a weight that is rounded to eight bits. 0 far below, 1 at the top, NaN for NaN. The Taylor polynomial of 2^x on [-1 / 2, 1 / 2].
 constexpr float LOG2E = 1.44269504088896341f;
 inline F weight_of(F score, F shift) {
     F x = sgl::sub(mul(score, fill(LOG2E)), shift);
